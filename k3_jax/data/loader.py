@@ -1,0 +1,250 @@
+"""The order of documents, the rows of this process, and the position to resume from.
+
+Order. Each source is shuffled as a whole, anew each time it repeats. Several sources are mixed by
+weight (shares of documents, not of tokens), and the mixture is shuffled again within windows of
+MIX_WINDOW documents, because a mixture is periodic and rows that read every `batch`-th document
+would otherwise meet one source each. That gives one endless list. Row stream b of the global batch
+reads its documents b, b + batch, b + 2*batch, ... So each document is read once for each time its
+source repeats, by one row stream. Rows advance by tokens, so two rows may be in different repeats.
+
+Processes. Row streams belong to the batch, not to a process: process p of n holds rows
+[p*batch/n, (p+1)*batch/n). A state has one entry per row stream, hence any number of processes that
+divides the batch can take it up, and every row goes on at its next token.
+"""
+
+import concurrent.futures
+import hashlib
+import itertools
+import weakref
+
+import grain
+import numpy as np
+
+from k3_jax.config import DataConfig
+from k3_jax.data.pack import RowStream
+from k3_jax.data.source import Source, Split, open_source
+from k3_jax.tokenizer import Tokenizer
+
+MIX_WINDOW = 4096
+MAX_READERS = 16
+HELDOUT_SEED = 0
+
+
+class Loader:
+    """Endless batches of this process's rows: {"tokens", "segments"}, each int32 [rows, seq_len].
+
+    Segments count the documents of a row from 1; rows are full. A thread builds up to
+    `config.prefetch` batches ahead; `state()` never runs ahead of the last batch handed out. An
+    error while reading (a bad record) is raised by `next`, and the position stays before the batch.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        split: str = "train",
+        process: int = 0,
+        n_processes: int = 1,
+        seed: int | None = None,
+    ):
+        seed = config.seed if seed is None else seed
+        rows = _own_rows(config, process, n_processes)
+        sources = _open_sources(config)
+        documents = _mixture(sources, config, split, seed)
+        self._fingerprint = _fingerprint(config, tokenizer, split, seed, sources)
+        self._batches = _Prefetch(_batches(documents, rows, tokenizer, config), config.prefetch)
+        # Runs at interpreter exit too, before the modules that Grain's own clean-up needs are gone.
+        self._finalizer = weakref.finalize(self, self._batches.close)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._batches)
+
+    def state(self) -> dict[str, dict]:
+        """JSON-able; row number -> position after the last batch handed out.
+
+        Merge the dicts of all processes (the keys are disjoint) before `restore`.
+        """
+        return {
+            str(row): {"document": document, "token": token, "data": self._fingerprint}
+            for row, (document, token) in self._batches.get_state().items()
+        }
+
+    def restore(self, states: dict[str, dict]):
+        """Continues every row of this process where the merged `states` of all processes say.
+
+        The number of processes may have changed. Raises ValueError if a row is missing or the
+        states belong to another data configuration, and names what differs.
+        """
+        rows = list(self._batches.get_state())
+        missing = [row for row in rows if str(row) not in states]
+        if missing:
+            raise ValueError(
+                f"data state lacks rows {missing} of this process; it has rows "
+                f"{sorted(map(int, states))}: merge the states of all processes that saved it"
+            )
+        for row in rows:
+            saved, here = states[str(row)]["data"], self._fingerprint
+            differing = [k for k in sorted({*saved, *here}) if saved.get(k) != here.get(k)]
+            if differing:
+                raise ValueError(
+                    f"data state of row {row} belongs to other data: "
+                    + "; ".join(f"{k} was {saved.get(k)!r}, is {here.get(k)!r}" for k in differing)
+                )
+        positions = {r: (states[str(r)]["document"], states[str(r)]["token"]) for r in rows}
+        self._batches.set_state(positions)
+
+    def close(self):
+        """Ends the thread. The loader is of no use afterwards."""
+        self._finalizer()
+
+
+class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
+    """Grain's thread; its `close`, called once more when the object dies, trips over modules that
+    are gone by then."""
+
+    def close(self):
+        if not self._closed:
+            super().close()
+
+
+class _Batches:
+    """Stacks one row of each stream; all or none of the streams advance."""
+
+    def __init__(self, streams: dict[int, RowStream]):
+        self._streams = streams
+        # Reading waits for storage and BPE releases the interpreter lock, so readers work side by
+        # side. Each has many rows, because a task for every row costs more than packing the row.
+        n_readers = min(len(streams), MAX_READERS)
+        all_streams = list(streams.values())
+        cuts = [len(streams) * i // n_readers for i in range(n_readers + 1)]
+        self._groups = [all_streams[a:b] for a, b in itertools.pairwise(cuts)]
+        self._pool = concurrent.futures.ThreadPoolExecutor(n_readers, thread_name_prefix="rows")
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        before = self.get_state()
+        reads = [self._pool.submit(_next_rows, group) for group in self._groups]
+        concurrent.futures.wait(reads)
+        try:
+            rows = [row for read in reads for row in read.result()]
+        except BaseException as error:
+            self.set_state(before)
+            if isinstance(error, Exception):
+                raise
+            # A panic in a tokenizer's Rust code is no Exception: Grain's thread would die without
+            # a word and the training loop would wait for ever.
+            raise RuntimeError(f"building a batch failed: {error}") from error
+        tokens, segments = zip(*rows, strict=True)
+        return {"tokens": np.stack(tokens), "segments": np.stack(segments)}
+
+    def get_state(self) -> dict[int, tuple[int, int]]:
+        return {row: stream.position for row, stream in self._streams.items()}
+
+    def set_state(self, state: dict[int, tuple[int, int]]):
+        for row, stream in self._streams.items():
+            stream.position = state[row]
+
+
+def _next_rows(group: list[RowStream]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [next(stream) for stream in group]
+
+
+def heldout_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    process: int,
+    n_processes: int,
+    n_batches: int,
+):
+    """Exactly `n_batches` batches of this process's rows of held-out documents, for evaluation.
+
+    The same every time and for every `config.seed`: all held-out documents of all sources
+    (weights do not count) in one fixed shuffled order, each packed once, row stream b taking
+    documents b, b + batch, ... When a row stream has no more documents its rows are all segment 0.
+    The number of batches is given and not found, so that all processes take equally many steps.
+    """
+    rows = _own_rows(config, process, n_processes)
+    parts = [Split(source, config.holdout, "holdout") for source in _open_sources(config)]
+    documents = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
+    documents = documents.shuffle(seed=HELDOUT_SEED)
+    batches = _batches(documents, rows, tokenizer, config)
+    return (next(batches) for _ in range(n_batches))
+
+
+def _batches(documents, rows: range, tokenizer: Tokenizer, config: DataConfig) -> _Batches:
+    documents[0]  # Grain sets up its statistics on the first read, which must not be in threads
+    numbers = {row: range(row, len(documents), config.batch) for row in rows}
+    return _Batches(
+        {row: RowStream(documents, numbers[row], tokenizer, config.seq_len) for row in rows}
+    )
+
+
+def _own_rows(config: DataConfig, process: int, n_processes: int) -> range:
+    if not 0 <= process < n_processes:
+        raise ValueError(f"process {process} is not one of 0..{n_processes - 1}")
+    if config.batch < 1 or config.batch % n_processes:
+        raise ValueError(
+            f"data.batch={config.batch} rows do not divide over {n_processes} processes"
+        )
+    n_rows = config.batch // n_processes
+    return range(process * n_rows, (process + 1) * n_rows)
+
+
+def _open_sources(config: DataConfig) -> list[Source]:
+    if config.seq_len < 1 or config.prefetch < 0 or not 0 <= config.holdout < 1:
+        raise ValueError(
+            f"data needs seq_len >= 1, prefetch >= 0 and 0 <= holdout < 1, not "
+            f"seq_len={config.seq_len}, prefetch={config.prefetch}, holdout={config.holdout}"
+        )
+    names = [source.name for source in config.sources]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"data.sources must be at least one, each with its own name, not {names}")
+    for source in config.sources:
+        if not source.weight > 0:
+            raise ValueError(f"source {source.name!r}: weight {source.weight} is not above 0")
+    return [open_source(source) for source in config.sources]
+
+
+def _mixture(sources: list[Source], config: DataConfig, split: str, seed: int) -> grain.MapDataset:
+    """The endless list of documents of the module's docstring."""
+    if split not in ("train", "holdout"):
+        raise ValueError(f'split {split!r} is neither "train" nor "holdout"')
+    repeated = [
+        grain.MapDataset.source(Split(source, config.holdout, split))
+        .shuffle(seed=_seed(seed, source.config.name))
+        .repeat()
+        for source in sources
+    ]
+    if len(repeated) == 1:
+        return repeated[0]
+    mixed = grain.MapDataset.mix(repeated, weights=[s.config.weight for s in sources])
+    return grain.experimental.WindowShuffleMapDataset(
+        mixed, window_size=MIX_WINDOW, seed=_seed(seed, "")
+    )
+
+
+def _seed(seed: int, name: str) -> int:
+    """31 bits that differ between sources, and between neighbouring seeds: Grain adds the number
+    of the repeat to a seed, so that seed 0 in its repeat 1 would be seed 1 in its repeat 0."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _fingerprint(config, tokenizer, split, seed, sources) -> dict:
+    """All that decides which token comes at which position."""
+    flat = {
+        "seed": seed,
+        "split": split,
+        "batch": config.batch,
+        "seq_len": config.seq_len,
+        "holdout": config.holdout,
+        "tokenizer": tokenizer.name,
+        "n_sources": len(sources),
+    }
+    for i, source in enumerate(sources):
+        for key, value in {"name": source.config.name, **source.fingerprint()}.items():
+            flat[f"sources[{i}].{key}"] = value
+    return flat

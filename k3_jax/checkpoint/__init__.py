@@ -1,0 +1,1 @@
+"""Checkpoints: our own (store) and the released ones (hf)."""

@@ -1,0 +1,21 @@
+"""What every kernel room needs."""
+
+import jax
+import jax.numpy as jnp
+
+
+def dot32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` with float32 sums and result; float32 operands are not rounded on the way."""
+    if a.dtype == b.dtype == jnp.float32:
+        return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
+
+    def narrow(a, b):
+        return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+    def wide(a, b):
+        return jnp.einsum(equation, a.astype(jnp.float32), b.astype(jnp.float32))
+
+    # XLA:CPU fails at run time on some bfloat16 products with a float32 result (jaxlib 0.12.0.1:
+    # "Unsupported element type for DotThunk"). Widening is exact. Chosen by the platform that is
+    # compiled for, so that compiling for a TPU on a CPU machine gets the TPU's program.
+    return jax.lax.platform_dependent(a, b, cpu=wide, default=narrow)

@@ -1,0 +1,64 @@
+"""Grouped matmul of routed experts: rows sorted by expert, one weight matrix per group."""
+
+import logging
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.experts import blocks, reference
+
+IMPLS = ("auto", "blocks", "ragged", "reference")
+
+__all__ = ["grouped_matmul"]
+
+
+def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=None):
+    """y_n = x_n w_e for the rows n of group e; sums in float32, float32 inputs in full precision.
+
+    Rows are sorted by expert: group e is the sizes_E[e] (int32) rows after group e - 1. Groups
+    may be empty; rows after the last group give 0 and pass no gradient. sizes_E must sum to at
+    most N, which is not checked. A NaN stays in its own row forward and in its own row and expert
+    backward. Differentiable in x and w, whose gradients keep their dtypes.
+    impl: "ragged" is `jax.lax.ragged_dot`, "blocks" a loop over blocks of rows, "reference" the
+    definition. "auto" is "ragged" on TPU, where XLA has a kernel for it, and "blocks" elsewhere,
+    where XLA multiplies every row with every expert (measured in `blocks`).
+    The output has x's dtype unless preferred_element_type says otherwise.
+    Raises ValueError for shapes, dtypes or an impl that do not fit.
+    """
+    _check(x_NL, w_ELF, sizes_E)
+    if impl not in IMPLS:
+        raise ValueError(f"grouped_matmul: impl={impl!r} is not one of {IMPLS}")
+    impl = _auto(jax.default_backend()) if impl == "auto" else impl
+    dtype = x_NL.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    if impl == "reference":
+        return reference.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
+    if impl == "blocks":
+        return blocks.grouped(x_NL, w_ELF, sizes_E).astype(dtype)
+    precision = jax.lax.Precision.HIGHEST if x_NL.dtype == jnp.float32 else None
+    y_NF = jax.lax.ragged_dot(
+        x_NL, w_ELF, sizes_E, precision=precision, preferred_element_type=jnp.float32
+    )
+    in_group_N1 = (jnp.arange(x_NL.shape[0]) < sizes_E.sum())[:, None]
+    return jnp.where(in_group_N1, y_NF, 0.0).astype(dtype)
+
+
+@cache
+def _auto(backend):
+    impl = "ragged" if backend == "tpu" else "blocks"
+    logging.getLogger(__name__).info("grouped matmul on %s: %s", backend, impl)
+    return impl
+
+
+def _check(x_NL, w_ELF, sizes_E):
+    shapes = f"x {x_NL.shape}, w {w_ELF.shape}, sizes {sizes_E.shape}"
+    if (x_NL.ndim, w_ELF.ndim, sizes_E.ndim) != (2, 3, 1):
+        raise ValueError(f"grouped_matmul: shapes must be [N,L], [E,L,F], [E]; got {shapes}")
+    if x_NL.shape[1] != w_ELF.shape[1] or w_ELF.shape[0] != sizes_E.shape[0]:
+        raise ValueError(f"grouped_matmul: L of x and w, E of w and sizes must agree; got {shapes}")
+    if sizes_E.dtype != jnp.int32:
+        raise ValueError(f"grouped_matmul: sizes must be int32; got {sizes_E.dtype}")
+    if x_NL.dtype != w_ELF.dtype:
+        raise ValueError(
+            f"grouped_matmul: x and w must share one dtype; got {x_NL.dtype} and {w_ELF.dtype}"
+        )

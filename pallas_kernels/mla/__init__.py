@@ -1,0 +1,128 @@
+"""Multi-head latent attention: one door for training and scoring, two for the cache.
+
+Kimi K3 report, sec. 2.1.2: 192-wide queries and keys (128 + 64, no rotation), 128-wide values,
+softmax in float32. The projections and the output gate belong to the layer.
+"""
+
+import logging
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla import blocks, reference, splash
+
+IMPLS = ("auto", "blocks", "splash", "reference")
+
+__all__ = ["absorbed_attention", "cached_attention", "self_attention"]
+
+
+def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", out_dtype=None):
+    """o_t = sum over s <= t of the same non-zero segment of softmax(scale q_t.k_s) v_s.
+
+    segments_BT is int32; 0 marks a pad. A pad's output and every gradient with respect to it are
+    exactly 0, and what a pad holds (NaN too) reaches nothing. Scores are never held as [T, T].
+    impl: "auto" is "splash" on TPU and "blocks" elsewhere; "reference" is the definition.
+    out_dtype: q's dtype if None; float32 costs nothing in "blocks" and is refused by "splash".
+    Raises ValueError for shapes, dtypes or an impl that do not fit.
+    """
+    _check_heads("self_attention", q_BTHq, k_BTHq, v_BTHv)
+    _check_int("self_attention", "segments", segments_BT, q_BTHq.shape[:2])
+    if k_BTHq.shape[1] != q_BTHq.shape[1]:
+        raise ValueError(
+            f"self_attention: {q_BTHq.shape[1]} queries but {k_BTHq.shape[1]} keys; "
+            "a row attends to itself (cached_attention takes other keys)"
+        )
+    if impl not in IMPLS:
+        raise ValueError(f"self_attention: impl={impl!r} is not one of {IMPLS}")
+    impl = _auto(jax.default_backend()) if impl == "auto" else impl
+    out_dtype = q_BTHq.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if impl == "splash" and out_dtype != q_BTHq.dtype:
+        raise ValueError(
+            f"self_attention: splash returns q's dtype {q_BTHq.dtype}, "
+            f"not out_dtype={out_dtype}; use impl='blocks' or cast q"
+        )
+    if impl == "reference":
+        return reference.self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, scale=scale).astype(
+            out_dtype
+        )
+    real_BT11 = (segments_BT != 0)[..., None, None]
+    q, k, v = (jnp.where(real_BT11, x, 0) for x in (q_BTHq, k_BTHq, v_BTHv))
+    if impl == "splash":
+        o_BTHv = splash.attend_causal(q, k, v, segments_BT, scale=scale)
+        return jnp.where(real_BT11, o_BTHv, 0)
+    return blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
+
+
+def cached_attention(q_BTHq, k_BSHq, v_BSHv, q_index_BT, *, scale):
+    """o_t = sum over slots s <= q_index_t of softmax(scale q_t.k_s) v_s, in q's dtype.
+
+    For prefill in pieces: keys and values are the cache, expanded to heads. q_index_BT (int32) is
+    the slot of each query's own token; a negative one marks a pad, whose output is 0. Slots after
+    the last index of a row may hold anything, NaN too.
+    """
+    _check_heads("cached_attention", q_BTHq, k_BSHq, v_BSHv)
+    _check_int("cached_attention", "q_index", q_index_BT, q_BTHq.shape[:2])
+    live_BS = _live_slots(q_index_BT, k_BSHq.shape[1])
+    k, v = (jnp.where(live_BS[..., None, None], x, 0) for x in (k_BSHq, v_BSHv))
+    return _attend_slots(q_BTHq, k, v, q_index_BT, scale)
+
+
+def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale):
+    """o_t = sum over slots s <= q_index_t of softmax(scale (q_t.c_s + q_pe_t.k_pe_s)) c_s.
+
+    The decode form: M = C + r, a slot is [c | k_pe], shared by all heads. The query is already
+    multiplied by the key half of kv_b, and the value half is applied to the result [B,T,H,C] by
+    the caller. q_index_BT as in `cached_attention`.
+    """
+    (C, r), M = (q_BTHC.shape[-1], q_pe_BTHr.shape[-1]), latent_BSM.shape[-1]
+    if C + r != M or q_BTHC.shape[:3] != q_pe_BTHr.shape[:3]:
+        raise ValueError(
+            f"absorbed_attention: q {q_BTHC.shape} and q_pe {q_pe_BTHr.shape} must "
+            f"agree in B, T, H and their widths must sum to the latent's M={M}"
+        )
+    _check_int("absorbed_attention", "q_index", q_index_BT, q_BTHC.shape[:2])
+    live_BS1 = _live_slots(q_index_BT, latent_BSM.shape[1])[..., None]
+    latent_BSM = jnp.where(live_BS1, latent_BSM, 0)
+    q_BTHM = jnp.concatenate([q_BTHC, q_pe_BTHr], axis=-1)
+    return _attend_slots(q_BTHM, latent_BSM, latent_BSM[..., :C], q_index_BT, scale)
+
+
+def _attend_slots(q_BTHq, k, v, q_index_BT, scale):
+    q_BTHq = jnp.where((q_index_BT >= 0)[..., None, None], q_BTHq, 0)
+    one_segment = (jnp.zeros_like(q_index_BT), jnp.zeros_like(q_index_BT, shape=k.shape[:2]))
+    return blocks.attend(
+        q_BTHq, k, v, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
+    )
+
+
+def _live_slots(q_index_BT, S):
+    return jnp.arange(S) <= q_index_BT.max(axis=1, keepdims=True)
+
+
+@cache
+def _auto(backend):
+    impl = "splash" if backend == "tpu" else "blocks"
+    logging.getLogger(__name__).info("MLA self-attention on %s: %s", backend, impl)
+    return impl
+
+
+def _check_heads(door, q_BTHq, k_BSHq, v_BSHv):
+    shapes = f"q {q_BTHq.shape}, k {k_BSHq.shape}, v {v_BSHv.shape}"
+    if not q_BTHq.ndim == k_BSHq.ndim == v_BSHv.ndim == 4:
+        raise ValueError(f"{door}: q, k, v must be [B,T,H,q], [B,S,H,q], [B,S,H,v]; got {shapes}")
+    (B, _, H, width), S = q_BTHq.shape, k_BSHq.shape[1]
+    if k_BSHq.shape != (B, S, H, width) or v_BSHv.shape[:3] != (B, S, H):
+        raise ValueError(f"{door}: B, H, S and the q-k width must agree; got {shapes}")
+    if not q_BTHq.dtype == k_BSHq.dtype == v_BSHv.dtype:
+        raise ValueError(
+            f"{door}: q, k, v must share one dtype; got {q_BTHq.dtype}, "
+            f"{k_BSHq.dtype}, {v_BSHv.dtype}"
+        )
+
+
+def _check_int(door, name, x_BT, shape):
+    if x_BT.shape != shape or not jnp.issubdtype(x_BT.dtype, jnp.integer):
+        raise ValueError(
+            f"{door}: {name} must be integers of shape {shape}; got {x_BT.dtype} {x_BT.shape}"
+        )

@@ -1,0 +1,93 @@
+"""Attention by blocks of queries in plain jnp: one [block, S] score matrix at a time.
+
+`jax.nn.dot_product_attention` is not used here: it demands equal key and value widths (192 and
+128 in MLA), so the values would be padded by half, and it rounds its result to the query's type.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import dot32
+
+SCORE_BYTES = 32 * 2**20  # one block of float32 scores
+MAX_BLOCK = 256  # queries
+PREFIXES = 4  # unrolled pieces of a causal row, each with its own key prefix
+
+
+def attend(q_BTHq, k, v, last_BT, q_segments_BT, k_segments_BS, *, scale, out_dtype):
+    """o_t = sum over visible s of softmax(scale q_t.k_s) v_s, softmax in float32.
+
+    k is [B,S,H,q] and v [B,S,H,v], or both lack H and all heads share them. Key s is visible to
+    query t iff s <= last_t and both segments agree. last_t < 0 sees nothing and returns 0.
+    """
+    B, T, H, _ = q_BTHq.shape
+    block = query_block(B, T, H, k.shape[1])
+    one = partial(_attend_block, k, v, k_segments_BS, scale, out_dtype)
+    if block == T:
+        return jax.checkpoint(one)(q_BTHq, last_BT, q_segments_BT)
+    n = -(-T // block)
+    cut = partial(_cut, n=n, block=block)
+    queries = (cut(q_BTHq, fill=0), cut(last_BT, fill=-1), cut(q_segments_BT, fill=0))
+    # Without the checkpoint the backward pass would keep every block's scores: [T, S] again.
+    body = jax.checkpoint(lambda xs: one(*xs), prevent_cse=False)
+    o_nBbHv = jax.lax.map(body, queries)
+    return jnp.moveaxis(o_nBbHv, 0, 1).reshape(B, n * block, H, v.shape[-1])[:, :T]
+
+
+def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, out_dtype):
+    """`attend` with last_t = t for real rows and -1 for pads (segment 0).
+
+    The row is cut into a few pieces; a piece skips the keys that lie after its last query.
+    """
+    B, T, H, _ = q_BTHq.shape
+    block = query_block(B, T, H, T)
+    piece = -(-T // (PREFIXES * block)) * block
+    last_BT = jnp.where(segments_BT != 0, jnp.arange(T, dtype=jnp.int32), -1)
+    outs = []
+    for start in range(0, T, piece):
+        end = min(start + piece, T)
+        rows, prefix = (x[:, start:end] for x in (q_BTHq, last_BT, segments_BT)), slice(0, end)
+        q, last, segments = rows
+        outs.append(
+            attend(
+                q,
+                k_BTHq[:, prefix],
+                v_BTHv[:, prefix],
+                last,
+                segments,
+                segments_BT[:, prefix],
+                scale=scale,
+                out_dtype=out_dtype,
+            )
+        )
+    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def query_block(B, T, H, S):
+    """Queries per block: a power of two whose scores fit SCORE_BYTES, or T if that is less."""
+    fits = max(1, SCORE_BYTES // (4 * B * H * S))
+    return min(T, MAX_BLOCK, 2 ** int(math.log2(fits)))
+
+
+def _attend_block(k, v, k_segments_BS, scale, out_dtype, q_BTHq, last_BT, q_segments_BT):
+    head = "H" if k.ndim == 4 else ""
+    slots_S = jnp.arange(k.shape[1], dtype=last_BT.dtype)
+    visible_BTS = slots_S <= last_BT[..., None]
+    visible_BTS &= q_segments_BT[..., None] == k_segments_BS[:, None]
+    scores_BHTS = scale * dot32(f"BTHq,BS{head}q->BHTS", q_BTHq, k)
+    # A finite stand-in for -inf: a query that sees nothing gets a mean here and 0 below, never NaN.
+    scores_BHTS = jnp.where(visible_BTS[:, None], scores_BHTS, jnp.finfo(jnp.float32).min)
+    p_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v.dtype)
+    o_BTHv = dot32(f"BHTS,BS{head}v->BTHv", p_BHTS, v)
+    return jnp.where((last_BT >= 0)[..., None, None], o_BTHv, 0.0).astype(out_dtype)
+
+
+def _cut(x_BT, *, n, block, fill):
+    """[B,T,...] -> [n,B,block,...], padded at the end with `fill`."""
+    B, T = x_BT.shape[:2]
+    widths = [(0, 0), (0, n * block - T)] + [(0, 0)] * (x_BT.ndim - 2)
+    x_BT = jnp.pad(x_BT, widths, constant_values=fill)
+    return jnp.moveaxis(x_BT.reshape(B, n, block, *x_BT.shape[2:]), 1, 0)

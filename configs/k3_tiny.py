@@ -1,0 +1,73 @@
+"""Kimi K3 at laptop size with every mechanism on.
+
+    python train.py --config configs/k3_tiny.py --workdir runs/tiny
+
+learns the Python standard library's source, byte by byte, on two CPU cores.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.model = dict(
+        vocab_size=384,
+        width=128,
+        n_layers=9,
+        mla_layers=(3, 7, 8),
+        n_dense=1,
+        dense_width=384,
+        block_layers=8,
+        norm_eps=1e-5,
+        situ_beta=4.0,
+        situ_linear_beta=25.0,
+        init_std=0.02,
+        param_dtype="float32",
+        dtype="float32",
+        remat="none",
+        kda=dict(n_heads=4, head_dim=32, conv_width=4, gate_lower_bound=-5.0),
+        mla=dict(
+            n_heads=4,
+            query_latent=96,
+            kv_latent=64,
+            key_dim=32,
+            shared_key_dim=16,
+            value_dim=32,
+            latent_norm_eps=1e-6,
+        ),
+        moe=dict(
+            n_experts=16, n_active=4, latent_width=64, expert_width=64, n_shared=2, routed_scale=1.0
+        ),
+    )
+    config.data = dict(
+        sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0)),
+        tokenizer="bytes",
+        seq_len=256,
+        batch=8,
+        seed=0,
+        holdout=0.02,
+        prefetch=8,
+    )
+    config.optim = dict(
+        learning_rate=2e-3,
+        final_ratio=0.1,
+        warmup_steps=50,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    )
+    config.mesh = dict(data=1, fsdp=-1)
+    config.steps = 600
+    config.seed = 0
+    config.accumulate = 1
+    config.z_loss = 0.0
+    config.loss_chunk = 1024
+    config.log_every = 10
+    config.eval_every = 100
+    config.eval_batches = 8
+    config.save_every = 200
+    config.keep = 2
+    config.max_bad_steps = 20
+    return config

@@ -1,0 +1,34 @@
+"""Letters become shapes, placements and contractions: how every weight is made and read."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn.initializers import Initializer, normal, ones, zeros
+
+from sharding import gathered, weight_spec
+
+__all__ = ["einsum", "normal", "ones", "read", "weight", "zeros"]
+
+
+def weight(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init: Initializer) -> nnx.Param:
+    """A parameter whose shape and resting place follow from its letters."""
+    shape = tuple(dims[a] for a in letters)
+    return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=weight_spec(letters)))
+
+
+def read(w: nnx.Param, dtype=None) -> jax.Array:
+    """The parameter's array, cast if asked, whole on every device.
+
+    The cast comes first, so that what travels is the narrow type.
+    """
+    array = w[...]
+    return gathered(array if dtype is None else array.astype(dtype))
+
+
+def einsum(equation: str, x: jax.Array, w: nnx.Param) -> jax.Array:
+    """`jnp.einsum` of an activation with a parameter, in the activation's dtype.
+
+    float32 means float32: matrix units that would round the operands are told not to.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, read(w, x.dtype), precision=precision)

@@ -1,0 +1,50 @@
+"""The held-out loss."""
+
+import math
+
+import jax
+import numpy as np
+
+from k3_jax.config import TrainConfig
+from k3_jax.model import K3
+from k3_jax.tokenizer import Tokenizer
+from k3_jax.train_step import loss_sums
+from sharding.hosts import global_rows
+
+
+class HeldOut:
+    """Mean cross entropy of the same held-out rows every time, per token and per byte of text."""
+
+    def __init__(self, config: TrainConfig, batches, tokenizer: Tokenizer, mesh):
+        self._batches = list(batches)
+        self._mesh = mesh
+        self._bytes = sum(_target_bytes(b, tokenizer) for b in self._batches)
+        if not self._bytes:
+            raise ValueError(
+                f"no document is held out (data.holdout={config.data.holdout}); raise it, or set "
+                "eval_every=0"
+            )
+        self._sums = jax.jit(lambda model, rows: loss_sums(model, config, rows))
+
+    def __call__(self, model: K3) -> dict[str, float]:
+        """{"heldout_loss": nats per token, "heldout_bits_per_byte": ...}."""
+        nats, count = 0.0, 0
+        for batch in self._batches:
+            rows = {k: global_rows(v, self._mesh) for k, v in batch.items()}
+            sums = jax.device_get(self._sums(model, rows))
+            nats, count = nats + float(sums.nats), count + int(sums.count)
+        # The bytes were counted on this process's rows, the targets on all.
+        n_bytes = self._bytes * jax.process_count()
+        return {
+            "heldout_loss": nats / count,
+            "heldout_bits_per_byte": nats / math.log(2) / n_bytes,
+        }
+
+
+def _target_bytes(batch, tokenizer) -> int:
+    """Bytes of text that the targets of a batch spell: all but each document's first token."""
+    n = 0
+    for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+        for segment in np.unique(segments[segments != 0]):
+            n += len(tokenizer.decode(tokens[segments == segment][1:].tolist()).encode())
+    return n

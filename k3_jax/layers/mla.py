@@ -1,0 +1,109 @@
+"""Gated multi-head latent attention without positions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3_jax.axes import einsum, normal, ones, read, weight
+from k3_jax.config import ModelConfig
+from k3_jax.layers.norm import rms_norm
+from k3_jax.state import MlaCache, Rows
+from pallas_kernels.mla import absorbed_attention, cached_attention, self_attention
+from sharding import on_shards
+
+
+class Mla(nnx.Module):
+    """y = W_o (attention(q, k, v) * sigmoid(W_g x)), keys and values from a latent. k3-facts 3.5.
+
+    A head's key is [k from the latent | r shared by all heads]; there is no rotation.
+    """
+
+    def __init__(self, c: ModelConfig, *, rngs: nnx.Rngs):
+        m = c.mla
+        dims = dict(D=c.width, H=m.n_heads, Q=m.query_latent, C=m.kv_latent, k=m.key_dim)
+        dims |= dict(
+            v=m.value_dim, q=m.key_dim + m.shared_key_dim, M=m.kv_latent + m.shared_key_dim
+        )
+
+        def matrix(letters):
+            return weight(rngs, letters, dims, c.param_dtype, normal(c.init_std))
+
+        self.config = c
+        self.q_a_DQ, self.q_b_QHq = matrix("DQ"), matrix("QHq")
+        self.kv_a_DM, self.k_b_CHk, self.v_b_CHv = matrix("DM"), matrix("CHk"), matrix("CHv")
+        self.gate_DHv, self.out_HvD = matrix("DHv"), matrix("HvD")
+        self.q_norm_Q = weight(rngs, "Q", dims, c.param_dtype, ones)
+        self.kv_norm_C = weight(rngs, "C", dims, c.param_dtype, ones)
+
+    def __call__(self, x_BTD, rows: Rows, cache: MlaCache | None):
+        """x_BTD -> y_BTD and the cache with the rows' tokens in it."""
+        eps, C = self.config.mla.latent_norm_eps, self.config.mla.kv_latent
+        q_BTQ = rms_norm(einsum("BTD,DQ->BTQ", x_BTD, self.q_a_DQ), read(self.q_norm_Q), eps)
+        q_BTHq = einsum("BTQ,QHq->BTHq", q_BTQ, self.q_b_QHq)
+        kv_BTM = einsum("BTD,DM->BTM", x_BTD, self.kv_a_DM)
+        c_BTC = rms_norm(kv_BTM[..., :C], read(self.kv_norm_C), eps)
+        latent_BTM = jnp.concatenate([c_BTC, kv_BTM[..., C:]], axis=-1)
+        if cache is None:
+            o_BTHv = self._within_rows(q_BTHq, latent_BTM, rows)
+        else:
+            write = on_shards(_write, "BSM,BTM,BT -> BSM")
+            cache = MlaCache(write(cache.latent_BSM, latent_BTM, rows.slots_BT))
+            read_cache = self._absorbed if q_BTHq.shape[1] == 1 else self._expanded
+            o_BTHv = read_cache(q_BTHq, cache.latent_BSM, rows)
+        gate_BTHv = jax.nn.sigmoid(einsum("BTD,DHv->BTHv", x_BTD, self.gate_DHv))
+        return einsum("BTHv,HvD->BTD", o_BTHv * gate_BTHv, self.out_HvD), cache
+
+    @property
+    def scale(self) -> float:
+        return (self.config.mla.key_dim + self.config.mla.shared_key_dim) ** -0.5
+
+    def _keys_values(self, latent_BSM):
+        C, H = self.config.mla.kv_latent, self.config.mla.n_heads
+        c_BSC, shared_BSr = latent_BSM[..., :C], latent_BSM[..., C:]
+        k_BSHk = einsum("BSC,CHk->BSHk", c_BSC, self.k_b_CHk)
+        B, S, r = shared_BSr.shape
+        shared_BSHr = jnp.broadcast_to(shared_BSr[:, :, None], (B, S, H, r))
+        k_BSHq = jnp.concatenate([k_BSHk, shared_BSHr], axis=-1)
+        return k_BSHq, einsum("BSC,CHv->BSHv", c_BSC, self.v_b_CHv)
+
+    def _within_rows(self, q_BTHq, latent_BTM, rows):
+        """Attention among a call's own tokens, each document by itself."""
+        k_BTHq, v_BTHv = self._keys_values(latent_BTM)
+
+        def attend(q, k, v, segments):
+            return self_attention(q, k, v, segments, scale=self.scale)
+
+        return on_shards(attend, "BTHq,BTHq,BTHv,BT -> BTHv")(
+            q_BTHq, k_BTHq, v_BTHv, rows.segments_BT
+        )
+
+    def _expanded(self, q_BTHq, latent_BSM, rows):
+        """A piece of a prompt against the whole cache, keys and values widened from the latent."""
+        k_BSHq, v_BSHv = self._keys_values(latent_BSM)
+
+        def attend(q, k, v, slots):
+            return cached_attention(q, k, v, slots, scale=self.scale)
+
+        return on_shards(attend, "BTHq,BSHq,BSHv,BT -> BTHv")(q_BTHq, k_BSHq, v_BSHv, rows.slots_BT)
+
+    def _absorbed(self, q_BTHq, latent_BSM, rows):
+        """One token against the cache as it is: W_uk goes into the query, W_uv after the sum."""
+        k = self.config.mla.key_dim
+        q_BTHC = einsum("BTHk,CHk->BTHC", q_BTHq[..., :k], self.k_b_CHk)
+
+        def attend(q, q_shared, latent, slots):
+            return absorbed_attention(q, q_shared, latent, slots, scale=self.scale)
+
+        o_BTHC = on_shards(attend, "BTHC,BTHr,BSM,BT -> BTHC")(
+            q_BTHC, q_BTHq[..., k:], latent_BSM, rows.slots_BT
+        )
+        return einsum("BTHC,CHv->BTHv", o_BTHC, self.v_b_CHv)
+
+
+def _write(latent_BSM, new_BTM, slots_BT):
+    B, S, _ = latent_BSM.shape
+    # A pad's slot is -1; a slot past the end is dropped, one before it would wrap.
+    slots = jnp.where(slots_BT < 0, S, slots_BT)
+    return latent_BSM.at[jnp.arange(B)[:, None], slots].set(
+        new_BTM.astype(latent_BSM.dtype), mode="drop"
+    )

@@ -1,0 +1,114 @@
+"""What a run tells: a line, a progress bar, `metrics.jsonl` and TensorBoard."""
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+import jax
+from etils import epath
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from k3_jax.chips import peak_flops
+from k3_jax.config import TrainConfig
+from k3_jax.flops import train_flops_per_token
+
+
+class Metrics:
+    """Writes the same numbers for people and for programs. Only process 0 writes.
+
+    A resumed run drops the lines after the step it resumes from, which it will make again.
+    """
+
+    def __init__(self, workdir, config: TrainConfig, start: int):
+        self._config, self._start = config, start
+        self._is_first = jax.process_index() == 0
+        self._flops = train_flops_per_token(config.model, config.data.seq_len)
+        self._since, self._tokens = time.monotonic(), 0
+        self._console = Console(soft_wrap=True, highlight=False)
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        is_shown = self._is_first and sys.stdout.isatty()
+        self._bar = Progress(*columns, console=self._console, disable=not is_shown, transient=True)
+        self._task = self._bar.add_task("training", total=config.steps, completed=start)
+        if self._is_first:
+            path = epath.Path(workdir) / "metrics.jsonl"
+            kept = []
+            if path.exists():
+                lines = path.read_text().splitlines()
+                kept = [x for x in lines if x.endswith("}") and json.loads(x)["step"] <= start]
+            path.write_text("".join(x + "\n" for x in kept))
+            self._file = path.open("a")
+            self._board = SummaryWriter(str(workdir), purge_step=start + 1)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """One line for people, above the progress bar."""
+        if self._is_first:
+            self._console.print(text, markup=False)
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Count one finished step; every `log_every` steps, tell of it."""
+        self._tokens += values["tokens"]
+        self._bar.update(self._task, completed=step)
+        every = self._config.log_every
+        if not every or step % every and step != self._config.steps:
+            return
+        seconds = time.monotonic() - self._since
+        rate = self._tokens / seconds
+        flops = rate * self._flops / jax.device_count()
+        values = values | {"tokens_per_second": rate, "tflops_per_device": flops / 1e12}
+        peak = peak_flops()
+        if peak:
+            values["mfu"] = flops / peak
+        left = (self._config.steps - step) * seconds / max(step - self._start, 1)
+        self._since, self._tokens, self._start = time.monotonic(), 0, step
+        self.write(step, values)
+        self.say(
+            f"step {step}/{self._config.steps}  loss {values['loss']:.4f}  "
+            f"grad {values['grad_norm']:.3f}  lr {values['learning_rate']:.2e}  "
+            f"{rate:,.0f} tokens/s  {flops / 1e12:.3g} TFLOP/s/device  "
+            + (f"MFU {100 * flops / peak:.1f} %  " if peak else "")
+            + (f"skipped {values['skipped']:.0f}  " if values["skipped"] else "")
+            + f"ETA {timedelta(seconds=round(left))}"
+        )
+
+    def held_out(self, step: int, values: dict[str, float]) -> None:
+        """Tell of the held-out loss after a step."""
+        self.write(step, values)
+        self.say(
+            f"step {step}/{self._config.steps}  held-out loss {values['heldout_loss']:.4f}  "
+            f"{values['heldout_bits_per_byte']:.4f} bits per byte"
+        )
+
+    def pause(self) -> "Pause":
+        """A stretch of time that tokens per second shall not count, as a context manager."""
+        return Pause(self)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One line of `metrics.jsonl` and one point of each TensorBoard curve."""
+        if self._is_first:
+            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.flush()
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._bar.stop()
+        if self._is_first:
+            self._file.close()
+            self._board.close()
+
+
+class Pause:
+    """See `Metrics.pause`."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+
+    def __enter__(self):
+        self._started = time.monotonic()
+
+    def __exit__(self, *_):
+        self._metrics._since += time.monotonic() - self._started

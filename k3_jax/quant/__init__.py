@@ -1,0 +1,1 @@
+"""Number formats narrower than bfloat16."""

@@ -1,0 +1,1 @@
+"""Batch inference: an engine that works in token ids, and the files around it."""

@@ -1,0 +1,71 @@
+"""Caches: what a row of tokens leaves behind for the tokens that follow it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from k3_jax.config import ModelConfig
+from sharding import act_spec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class KdaCache:
+    """The delta-rule state (float32) and the last W-1 projected inputs of each convolution."""
+
+    state_BHkv: jax.Array
+    q_BWHk: jax.Array
+    k_BWHk: jax.Array
+    v_BWHv: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class MlaCache:
+    """One row [normed latent C | shared key r] for each of S token slots."""
+
+    latent_BSM: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Rows:
+    """What the layers need to know of the rows they are given.
+
+    `segments_BT`: 0 for pads, else the token's document. `slots_BT`: where in the cache the token
+    goes, -1 for pads; None without a cache.
+    """
+
+    segments_BT: jax.Array
+    slots_BT: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class K3Cache:
+    """Every layer's cache, in the model's own structure, and how many tokens each row holds.
+
+    A block is (opening group's layer caches, the stacked groups' caches, the tail's).
+    """
+
+    blocks: tuple
+    length_B: jax.Array
+
+
+def zeros(shape: tuple[int, ...], dtype, letters: str) -> jax.Array:
+    """Zeros placed as an activation with these letters."""
+    return jax.reshard(jnp.zeros(shape, dtype), act_spec(letters))
+
+
+def fresh_kda(c: ModelConfig, n_rows: int) -> KdaCache:
+    """The cache of `n_rows` rows before their first token."""
+    H, k, W = c.kda.n_heads, c.kda.head_dim, c.kda.conv_width - 1
+    taps = [zeros((n_rows, W, H, k), c.dtype, "BWHk") for _ in range(3)]
+    return KdaCache(zeros((n_rows, H, k, k), jnp.float32, "BHkv"), *taps)
+
+
+def fresh_mla(c: ModelConfig, n_rows: int, n_slots: int) -> MlaCache:
+    """The empty cache of `n_rows` rows with room for `n_slots` tokens each."""
+    width = c.mla.kv_latent + c.mla.shared_key_dim
+    return MlaCache(zeros((n_rows, n_slots, width), c.dtype, "BSM"))

@@ -1,0 +1,33 @@
+"""Eight CPU devices, exact matrix products, and the meshes that tests share."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+# Workers and the programs that tests start compile the same things: one folder keeps the results.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xla"),
+)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from sharding import make_mesh  # noqa: E402
+
+
+@pytest.fixture
+def one_device():
+    """The mesh (1, 1), set for the test."""
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def four_devices():
+    """The mesh (2, 2), set for the test."""
+    with jax.set_mesh(make_mesh(2, 2, devices=jax.devices()[:4])) as mesh:
+        yield mesh

@@ -1,0 +1,244 @@
+"""The model as a whole: caches, documents, recomputation, placement."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from k3_jax.axes import read
+from k3_jax.loss import cross_entropy, next_tokens
+from k3_jax.model import K3, fresh_cache, plan_blocks
+from k3_jax.tree import named_leaves
+from sharding import make_mesh
+
+
+@jax.jit
+def logits_of(model, tokens_BT, segments_BT):
+    return model.logits(model(model.embed(tokens_BT), segments_BT).hidden_BTD)
+
+
+@jax.jit
+def extend(model, tokens_BT, segments_BT, cache):
+    out = model(model.embed(tokens_BT), segments_BT, cache)
+    return model.logits(out.hidden_BTD), out.cache
+
+
+def mean_loss(model, tokens_BT, segments_BT):
+    hidden_BTD = model(model.embed(tokens_BT), segments_BT).hidden_BTD
+    targets_BT, counts_BT = next_tokens(tokens_BT, segments_BT)
+    sums = cross_entropy(hidden_BTD, read(model.head_DV), targets_BT, counts_BT, chunk=64)
+    return sums.nats / sums.count
+
+
+grad_of = jax.jit(jax.value_and_grad(mean_loss))
+
+
+def in_pieces(model, tokens_BT, pieces):
+    cache, found, at = fresh_cache(model.config, tokens_BT.shape[0], 96), [], 0
+    for n in pieces:
+        piece = tokens_BT[:, at : at + n]
+        logits, cache = extend(model, piece, jnp.ones_like(piece), cache)
+        found.append(logits)
+        at += n
+    return jnp.concatenate(found, axis=1), cache
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.6)])
+def test_prefill_in_pieces_then_decode_equals_one_pass(one_device, dtype, bound):
+    """T09. The bfloat16 bound is on logits of magnitude 10, where one unit in the last place is
+    0.06, after nine layers whose roundings differ between the two forms."""
+    model = tiny.model(dtype=dtype)
+    tokens_BT = tiny.tokens((2, 80))
+    want = logits_of(model, tokens_BT, jnp.ones_like(tokens_BT))
+    found, cache = in_pieces(model, tokens_BT, (64, 13, 1, 1, 1))
+    assert np.abs(found - want).max() < bound
+    assert cache.length_B.tolist() == [80, 80]
+
+
+def test_rows_padded_on_the_right_go_on_where_they_stopped(one_device):
+    """A piece may hold fewer tokens for one row than for another; pads leave no trace."""
+    model = tiny.model()
+    tokens_BT = tiny.tokens((2, 20))
+    want = logits_of(model, tokens_BT, jnp.ones_like(tokens_BT))
+    cache = fresh_cache(model.config, 2, 32)
+    segments_BT = jnp.asarray([[1] * 12, [1] * 7 + [0] * 5])
+    first, cache = extend(model, tokens_BT[:, :12], segments_BT, cache)
+    rest = jnp.stack([jnp.pad(tokens_BT[0, 12:], (0, 5)), tokens_BT[1, 7:]])
+    segments_BT = jnp.asarray([[1] * 8 + [0] * 5, [1] * 13])
+    second, cache = extend(model, rest, segments_BT, cache)
+    np.testing.assert_allclose(first[1, :7], want[1, :7], atol=1e-4)
+    np.testing.assert_allclose(second[0, :8], want[0, 12:], atol=1e-4)
+    np.testing.assert_allclose(second[1], want[1, 7:], atol=1e-4)
+    assert cache.length_B.tolist() == [20, 20]
+
+
+def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(one_device):
+    """T10: an inactive slot of a batch is untouched by its neighbours' step."""
+    model = tiny.model()
+    _, cache = in_pieces(model, tiny.tokens((2, 9)), (8, 1))
+    step, segments = tiny.tokens((2, 1), seed=3), jnp.asarray([[1], [0]])
+    _, after = extend(model, step, segments, cache)
+    for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+        # The stacked groups' caches have the row on their second axis.
+        before, now = (x if x.shape[0] == 2 and x.ndim != 5 else x[:, 1:] for x in (before, now))
+        assert np.array_equal(np.asarray(before)[-1:], np.asarray(now)[-1:])
+
+
+def test_packed_documents_equal_each_document_alone(one_device):
+    """T07: logits, loss and gradients; documents of 5, 1, 30 and 24 tokens, pads in the tail."""
+    model = tiny.model()
+    lengths = (5, 1, 30, 24)
+    row = tiny.tokens((1, 64))
+    ids = jnp.asarray([sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * 4])
+    packed = logits_of(model, row, ids)
+    (loss, grads), nats, total, count = grad_of(model, row, ids), 0.0, None, 0
+    at = 0
+    for n in lengths:
+        # Alone in a row of the same length, so that one program serves all.
+        alone = jnp.zeros_like(row).at[:, :n].set(row[:, at : at + n])
+        segments = (jnp.arange(64) < n).astype(jnp.int32)[None]
+        np.testing.assert_allclose(
+            logits_of(model, alone, segments)[:, :n], packed[:, at : at + n], atol=1e-4
+        )
+        if n > 1:
+            one, grad = grad_of(model, alone, segments)
+            nats, count = nats + one * (n - 1), count + n - 1
+            grad = jax.tree.map(lambda g, n=n: g * (n - 1), grad)
+            total = grad if total is None else jax.tree.map(jnp.add, total, grad)
+        at += n
+    assert abs(loss - nats / count) < 1e-5
+    for name, g in named_leaves(grads).items():
+        want = named_leaves(total)[name] / count
+        assert np.linalg.norm(g - want) <= 1e-4 * np.linalg.norm(want) + 1e-7, name
+
+
+def test_what_a_pad_holds_reaches_no_token_and_no_gradient(one_device):
+    """T06: a row that is all pads has exactly zero, finite gradients."""
+    model = tiny.model()
+
+    def loss(x_BTD, segments_BT):
+        hidden_BTD = model(x_BTD, segments_BT).hidden_BTD
+        return jnp.sum(jnp.where(segments_BT[..., None] != 0, hidden_BTD, 0) ** 2)
+
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 24, tiny.CONFIG.width))
+    segments_BT = jnp.asarray([[0] * 3 + [1] * 17 + [0] * 4, [0] * 24])
+    grad = jax.jit(jax.grad(loss))(x_BTD, segments_BT)
+    assert np.all(np.isfinite(grad))
+    assert np.all(grad[segments_BT == 0] == 0) and np.any(grad[0, 3:20] != 0)
+
+
+@pytest.mark.parametrize("remat", ["layer", "group", "dots"])
+def test_recomputing_changes_no_gradient(one_device, remat):
+    """T31: loss and gradients are those without recomputation, to rounding of the last place."""
+    tokens_BT = tiny.tokens((2, 32))
+    segments_BT = jnp.ones_like(tokens_BT)
+    loss, grads = grad_of(tiny.model(), tokens_BT, segments_BT)
+    again, found = grad_of(tiny.model(remat=remat), tokens_BT, segments_BT)
+    assert loss == again
+    for name, g in named_leaves(grads).items():
+        np.testing.assert_allclose(g, named_leaves(found)[name], rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def saved_rows(model, n_tokens):
+    """How many [tokens, D] activations the backward pass keeps, by what its closure holds."""
+    x_BTD = jnp.zeros((1, n_tokens, model.config.width))
+    segments_BT = jnp.ones((1, n_tokens), jnp.int32)
+    _, pull = jax.eval_shape(
+        lambda m, x: jax.vjp(lambda m, x: m(x, segments_BT).hidden_BTD, m, x), model, x_BTD
+    )
+    weights = {x.shape for x in jax.tree.leaves(model)}
+    kept = [x for x in jax.tree.leaves(pull) if x.shape not in weights]
+    return sum(x.size * x.dtype.itemsize for x in kept) / (n_tokens * model.config.width * 4)
+
+
+def test_the_bank_is_saved_once_and_a_group_costs_one_row(one_device):
+    """T31: with `remat=group`, memory grows by one row per group, as in a plain residual net.
+
+    Ten more groups in one block may cost ten rows and no more; a bank carried through the scan
+    would cost a row of the bank each as well.
+    """
+
+    def kept(n_groups):
+        layers = tuple(range(1, 2 * n_groups, 2))
+        c = dict(n_layers=2 * n_groups, mla_layers=layers, block_layers=2 * n_groups, remat="group")
+        abstract = jax.eval_shape(
+            lambda: K3(tiny.config(**c), rngs=nnx.Rngs(params=jax.random.key(0)))
+        )
+        return saved_rows(abstract, 4096)
+
+    few, many = kept(4), kept(14)
+    assert 9.5 < many - few < 10.5
+
+
+def test_a_call_reads_and_changes_nothing(one_device):
+    """Rule 3: the same call twice gives the same bits, and the module is as it was."""
+    model = tiny.model()
+    before = {name: np.asarray(x) for name, x in named_leaves(model).items()}
+    tokens_BT = tiny.tokens((2, 32))
+    first = logits_of(model, tokens_BT, jnp.ones_like(tokens_BT))
+    assert np.array_equal(first, logits_of(model, tokens_BT, jnp.ones_like(tokens_BT)))
+    for name, x in named_leaves(model).items():
+        assert np.array_equal(x, before[name])
+
+
+def test_forcing_the_choices_that_were_made_changes_nothing(one_device):
+    """T32: recorded choices replay to the same logits; others give other logits."""
+    model = tiny.model()
+    tokens_BT = tiny.tokens((2, 32))
+    segments_BT = jnp.ones_like(tokens_BT)
+
+    @jax.jit
+    def forced(model, choices_ZBTA):
+        out = model(model.embed(tokens_BT), segments_BT, forced_ZBTA=choices_ZBTA)
+        return out.hidden_BTD, out.experts_ZBTA
+
+    free = jax.jit(lambda m: m(m.embed(tokens_BT), segments_BT))(model)
+    assert free.experts_ZBTA.shape == (5, 2, 32, 2)
+    same, kept = forced(model, free.experts_ZBTA)
+    np.testing.assert_allclose(same, free.hidden_BTD, atol=1e-5)
+    assert np.array_equal(kept, free.experts_ZBTA)
+    other, _ = forced(model, (free.experts_ZBTA + 1) % tiny.CONFIG.moe.n_experts)
+    assert np.abs(other - free.hidden_BTD).max() > 1e-2
+
+
+def test_one_and_four_devices_agree(four_devices):
+    """Rows over two axes and weights over one: the same loss and gradients."""
+    tokens_BT = tiny.tokens((4, 32))
+    segments_BT = jnp.ones_like(tokens_BT).at[1, 20:].set(2).at[3, 9:].set(0)
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+        one = jax.device_get(grad_of(tiny.model(), tokens_BT, segments_BT))
+    model = tiny.model()
+    loss, grads = grad_of(model, tokens_BT, segments_BT)
+    assert abs(loss - one[0]) < 1e-5
+    for name, g in named_leaves(grads).items():
+        want = named_leaves(one[1])[name]
+        assert np.linalg.norm(np.asarray(g) - want) <= 1e-4 * np.linalg.norm(want) + 1e-7, name
+        assert g.sharding == named_leaves(model)[name].sharding, name
+
+
+def test_parameters_that_are_float32_in_the_release_stay_so(one_device):
+    """T13: conv taps, a_log, decay bias, output norm and router bias, whatever `param_dtype`."""
+    make = functools.partial(K3, tiny.config(param_dtype="bfloat16"))
+    abstract = jax.eval_shape(lambda: make(rngs=nnx.Rngs(params=jax.random.key(0))))
+    exact = {
+        n.rsplit("/", 1)[1] for n, x in named_leaves(abstract).items() if x.dtype == jnp.float32
+    }
+    assert exact == {
+        *("q_conv_WHk", "k_conv_WHk", "v_conv_WHv", "a_log_H", "decay_bias_Hk", "out_norm_v"),
+        "router_bias_E",
+    }
+
+
+def test_the_released_layers_fall_into_eight_blocks():
+    """Decision 6: eight openings, scans of two groups, the last layer alone."""
+    plans = plan_blocks(
+        tiny.config(n_layers=93, mla_layers=(*range(3, 92, 4), 92), block_layers=12)
+    )
+    assert [len(p.opening) for p in plans] == [4] * 8
+    assert [len(p.rest) for p in plans] == [2] * 7 + [1]
+    assert [p.tail for p in plans] == [()] * 7 + [(92,)]
+    assert [i for p in plans for i in (*p.opening, *sum(p.rest, ()), *p.tail)] == list(range(93))

@@ -1,0 +1,138 @@
+"""Train a Kimi K3.
+
+    python train.py --config configs/k3_tiny.py --workdir runs/tiny [--config.key=value ...]
+
+A run that was interrupted goes on from its newest whole checkpoint when the same command is given
+again. SIGTERM saves first and exits with 0.
+"""
+
+import functools
+import logging
+import signal
+import sys
+
+import jax
+from absl import app, flags
+from ml_collections import config_flags
+
+from k3_jax.checkpoint.store import CheckpointError, Store
+from k3_jax.checks import check_run
+from k3_jax.config import TrainConfig, from_dict, to_dict
+from k3_jax.data.loader import Loader, heldout_batches
+from k3_jax.evaluate import HeldOut
+from k3_jax.metrics import Metrics
+from k3_jax.optim import make_optimizer, schedule
+from k3_jax.tokenizer import load_tokenizer
+from k3_jax.train_step import init_state, train_step
+from k3_jax.tree import flatten, named_leaves, nest, with_leaves
+from sharding import make_mesh
+from sharding.hosts import global_rows
+
+CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(_):
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of each backend it does not find
+    try:
+        run(from_dict(TrainConfig, CONFIG.value), WORKDIR.value)
+    except (ValueError, OSError, CheckpointError) as e:
+        sys.exit(f"train.py: {e}")
+
+
+def run(config: TrainConfig, workdir: str):
+    # Mesh and data
+    here = jax.process_index(), jax.process_count()
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+    jax.set_mesh(mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_run(config, mesh, tokenizer.vocab_size, here[1])
+    loader = Loader(config.data, tokenizer, process=here[0], n_processes=here[1])
+    held_out = None
+    if config.eval_every:
+        batches = heldout_batches(config.data, tokenizer, *here, config.eval_batches)
+        held_out = HeldOut(config, batches, tokenizer, mesh)
+
+    # State and step
+    tx = make_optimizer(config.optim, config.steps)
+    store = Store(f"{workdir}/checkpoints", keep=config.keep)
+    state, start = restore_or_init(config, tx, store, loader)
+    learning_rate = schedule(config.optim, config.steps)
+    bound = functools.partial(train_step, config=config, tx=tx, learning_rate=learning_rate)
+    step_fn = jax.jit(bound, donate_argnums=0)
+
+    # Loop
+    metrics, stop = Metrics(workdir, config, start), StopSignal()
+    n_params = sum(x.size for x in jax.tree.leaves(state.model))
+    metrics.say(f"{n_params:,} parameters on {mesh.size} x {jax.devices()[0].device_kind}")
+    metrics.say(f"going on from step {start}" if start else "from the start")
+    pending = None
+    for step in range(start + 1, config.steps + 1):
+        batch = {k: split(v, config.accumulate, mesh) for k, v in next(loader).items()}
+        state, values = step_fn(state, batch)
+        # The step before this one is told of now, so that the device never waits for the host.
+        report(metrics, pending, config)
+        pending = step, values
+        is_last = step == config.steps or stop.is_set
+        if is_last or (config.save_every and step % config.save_every == 0):
+            meta = {"config": to_dict(config)}
+            store.save(step, nest(named_leaves(state)), loader.state(), meta)
+        if held_out and (step == config.steps or step % config.eval_every == 0):
+            with metrics.pause():
+                metrics.held_out(step, held_out(state.model))
+        if stop.is_set:
+            metrics.say(f"stopped by a signal: step {step} is saved")
+            break
+    report(metrics, pending, config)
+    store.close()
+    metrics.close()
+    loader.close()
+
+
+def restore_or_init(config, tx, store, loader):
+    """The state of the newest whole checkpoint, loader included, or a fresh one; and its step."""
+    make = functools.partial(init_state, config, tx)
+    abstract = jax.eval_shape(make)
+    shapes = nest(named_leaves(abstract))
+    store.prepare(shapes)
+    restored = store.restore(shapes)
+    if restored is None:
+        return make(), 0
+    loader.restore(restored.data_state)
+    return with_leaves(abstract, flatten(restored.state)), restored.step
+
+
+def split(rows, accumulate, mesh):
+    """[rows, T] of this process -> [accumulate, rows / accumulate, T] over the mesh."""
+    return global_rows(rows.reshape(accumulate, -1, rows.shape[-1]), mesh, row_axis=1)
+
+
+def report(metrics, pending, config):
+    """Tell of a step that is done; stop the run after too many bad ones in a row."""
+    if pending is None:
+        return
+    step, values = pending[0], {k: v.item() for k, v in jax.device_get(pending[1]).items()}
+    metrics.step(step, values)
+    if values["bad_in_row"] >= config.max_bad_steps:
+        metrics.close()
+        raise ValueError(
+            f"the loss or gradient was not finite in {values['bad_in_row']} steps in a row up to "
+            f"step {step}; none of them changed the weights. Lower optim.learning_rate or look at "
+            "the data"
+        )
+
+
+class StopSignal:
+    """Set by SIGTERM."""
+
+    def __init__(self):
+        self.is_set = False
+        signal.signal(signal.SIGTERM, self._set)
+
+    def _set(self, *_):
+        self.is_set = True
+
+
+if __name__ == "__main__":
+    app.run(main)

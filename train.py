@@ -7,12 +7,11 @@ again. SIGTERM saves first and exits with 0.
 """
 
 import functools
-import logging
 import signal
 import sys
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from k3_jax.checkpoint.store import CheckpointError, Store
@@ -34,7 +33,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_):
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of each backend it does not find
+    if flags.FLAGS["verbosity"].using_default_value:
+        logging.set_verbosity(logging.WARNING)  # the libraries tell of every file they write
     try:
         run(from_dict(TrainConfig, CONFIG.value), WORKDIR.value)
     except (ValueError, OSError, CheckpointError) as e:
@@ -77,7 +77,8 @@ def run(config: TrainConfig, workdir: str):
         is_last = step == config.steps or stop.is_set
         if is_last or (config.save_every and step % config.save_every == 0):
             meta = {"config": to_dict(config)}
-            store.save(step, nest(named_leaves(state)), loader.state(), meta)
+            with metrics.pause():
+                store.save(step, nest(named_leaves(state)), loader.state(), meta)
         if held_out and (step == config.steps or step % config.eval_every == 0):
             with metrics.pause():
                 metrics.held_out(step, held_out(state.model))

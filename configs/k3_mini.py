@@ -17,14 +17,14 @@ def get_config() -> ConfigDict:
         mla_layers=(3, 7, 11, 12),
         n_dense=1,
         dense_width=4096,
-        block_layers=8,
+        block_layers=12,
         norm_eps=1e-5,
         situ_beta=4.0,
         situ_linear_beta=25.0,
         init_std=0.02,
         param_dtype="float32",
         dtype="bfloat16",
-        remat="layer",
+        remat="none",
         kda=dict(n_heads=8, head_dim=128, conv_width=4, gate_lower_bound=-5.0),
         mla=dict(
             n_heads=8,
@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
         sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0)),
         tokenizer="bytes",
         seq_len=2048,
-        batch=32,
+        batch=4,
         seed=0,
         holdout=0.02,
         prefetch=8,
@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
     config.optim = dict(
         learning_rate=1e-3,
         final_ratio=0.1,
-        warmup_steps=100,
+        warmup_steps=50,
         b1=0.9,
         b2=0.95,
         eps=1e-8,
@@ -64,15 +64,15 @@ def get_config() -> ConfigDict:
         clip_norm=1.0,
     )
     config.mesh = dict(data=1, fsdp=-1)
-    config.steps = 400
+    config.steps = 320
     config.seed = 0
     config.accumulate = 1
     config.z_loss = 0.0
     config.loss_chunk = 8192
     config.log_every = 10
-    config.eval_every = 100
-    config.eval_batches = 8
-    config.save_every = 200
+    config.eval_every = 160
+    config.eval_batches = 4
+    config.save_every = 160
     config.keep = 2
     config.max_bad_steps = 20
     return config

@@ -12,24 +12,24 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.model = dict(
         vocab_size=384,
-        width=128,
+        width=96,
         n_layers=9,
         mla_layers=(3, 7, 8),
         n_dense=1,
-        dense_width=384,
+        dense_width=288,
         block_layers=8,
         norm_eps=1e-5,
         situ_beta=4.0,
         situ_linear_beta=25.0,
-        init_std=0.02,
+        init_std=0.08,
         param_dtype="float32",
         dtype="float32",
         remat="none",
-        kda=dict(n_heads=4, head_dim=32, conv_width=4, gate_lower_bound=-5.0),
+        kda=dict(n_heads=3, head_dim=32, conv_width=4, gate_lower_bound=-5.0),
         mla=dict(
-            n_heads=4,
-            query_latent=96,
-            kv_latent=64,
+            n_heads=3,
+            query_latent=64,
+            kv_latent=48,
             key_dim=32,
             shared_key_dim=16,
             value_dim=32,
@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
         prefetch=8,
     )
     config.optim = dict(
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         final_ratio=0.1,
         warmup_steps=50,
         b1=0.9,
@@ -59,14 +59,14 @@ def get_config() -> ConfigDict:
         clip_norm=1.0,
     )
     config.mesh = dict(data=1, fsdp=-1)
-    config.steps = 600
+    config.steps = 400
     config.seed = 0
     config.accumulate = 1
     config.z_loss = 0.0
     config.loss_chunk = 1024
     config.log_every = 10
     config.eval_every = 100
-    config.eval_batches = 8
+    config.eval_batches = 32
     config.save_every = 200
     config.keep = 2
     config.max_bad_steps = 20

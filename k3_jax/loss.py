@@ -25,14 +25,15 @@ def next_tokens(tokens_BT, segments_BT, mask_BT=None):
 
     `mask_BT` (1 where a token is to be learned) counts where the target, not the input, is masked.
     """
-    tokens_BT, segments_BT = (jax.reshard(x, act_spec("BT")) for x in (tokens_BT, segments_BT))
-    targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-    following_BT = jnp.roll(segments_BT, -1, axis=1)
-    counts_BT = (segments_BT == following_BT) & (segments_BT != 0)
-    counts_BT = counts_BT.at[:, -1].set(False)
-    if mask_BT is not None:
-        counts_BT &= jnp.roll(mask_BT, -1, axis=1) != 0
-    return targets_BT, counts_BT
+
+    def local(tokens, segments, mask):
+        targets, following, learned = (jnp.roll(x, -1, axis=1) for x in (tokens, segments, mask))
+        counts = (segments == following) & (segments != 0) & (learned != 0)
+        return targets, counts.at[:, -1].set(False)
+
+    mask_BT = jnp.ones_like(segments_BT) if mask_BT is None else mask_BT
+    rows = (jax.reshard(x, act_spec("BT")) for x in (tokens_BT, segments_BT, mask_BT))
+    return on_shards(local, "BT,BT,BT -> BT,BT")(*rows)
 
 
 def token_logprobs(hidden_BTD, head_DV, targets_BT):

@@ -1,7 +1,7 @@
 """Kimi K3: embedding, Attention Residual blocks of layer groups, final mixture, norm and head."""
 
 import dataclasses
-from typing import NamedTuple
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +15,21 @@ from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
 from k3_jax.layers.moe import Moe
 from k3_jax.layers.norm import rms_norm
-from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla
+from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from pallas_kernels.common import dot32
 from sharding import act_spec, on_shards
 
-
-class BlockPlan(NamedTuple):
-    """The layers of one AttnRes block: an opening group, equal groups to be scanned, a tail."""
-
-    opening: tuple[int, ...]
-    rest: tuple[tuple[int, ...], ...]
-    tail: tuple[int, ...]
+# One part of an AttnRes block: equal groups of consecutive layers, by their indices.
+Part = tuple[tuple[int, ...], ...]
 
 
-def plan_blocks(c: ModelConfig) -> list[BlockPlan]:
-    """Cut the layers into AttnRes blocks, and each block into groups that end with an MLA layer.
+def plan_blocks(c: ModelConfig) -> list[list[Part]]:
+    """Cut the layers into AttnRes blocks, blocks into groups that end with an MLA layer.
 
-    The opening group is apart because its first layer reads the bank alone (and, in block 0, has
-    the dense FFN). The groups after it are alike and share one program under a scan; what is left
-    over, such as the released model's lone last MLA layer, is the tail.
+    A block's parts are its opening group, the groups after it that are alike and share one program
+    under a scan, and what is left over, such as the released model's lone last MLA layer. The
+    opening group is apart because its first layer reads the bank alone (and, in block 0, has the
+    dense FFN).
     """
 
     def kinds(layers):
@@ -45,12 +41,21 @@ def plan_blocks(c: ModelConfig) -> list[BlockPlan]:
         layers = range(start, min(start + c.block_layers, c.n_layers))
         groups = [tuple(layers[i : i + unit]) for i in range(0, len(layers), unit)]
         opening, *others = groups
-        n_rest = 0
-        while n_rest < len(others) and kinds(others[n_rest]) == kinds(others[0]):
-            n_rest += 1
-        tail = sum(others[n_rest:], ())
-        plans.append(BlockPlan(opening, tuple(others[:n_rest]), tail))
+        n_alike = 0
+        while n_alike < len(others) and kinds(others[n_alike]) == kinds(others[0]):
+            n_alike += 1
+        parts = [(opening,), tuple(others[:n_alike]), *((g,) for g in others[n_alike:])]
+        plans.append([part for part in parts if part])
     return plans
+
+
+def cut_runs(c: ModelConfig, indices: tuple[int, ...], is_opening: bool) -> list[list[int]]:
+    """A group's layers as runs of equal ones; the first layer of a block is a run of its own."""
+
+    def kind(i):
+        return i in c.mla_layers, i < c.n_dense, is_opening and i == indices[0]
+
+    return [list(run) for _, run in itertools.groupby(indices, key=kind)]
 
 
 @jax.tree_util.register_dataclass
@@ -59,14 +64,14 @@ class Output:
     """What a call returns.
 
     `hidden_BTD`: after the final norm. `cache`: None when none was given. `experts_ZBTA`: the
-    experts chosen in each of the Z MoE layers. `stream_layers`: with `keep_stream`, the running
-    sum [B, T, D] after each layer, else empty.
+    experts chosen in each of the Z MoE layers. `stream_YBTD`: with `keep_stream`, the running sum
+    after each of the Y layers.
     """
 
     hidden_BTD: jax.Array
     cache: K3Cache | None
     experts_ZBTA: jax.Array | None
-    stream_layers: tuple[jax.Array, ...]
+    stream_YBTD: jax.Array | None
 
 
 class Layer(nnx.Module):
@@ -94,71 +99,93 @@ class Layer(nnx.Module):
 
 
 class Group(nnx.Module):
-    """Consecutive layers that run as one program."""
+    """Consecutive layers as runs of equal ones, each run stacked and scanned."""
 
-    def __init__(self, c: ModelConfig, indices: tuple[int, ...], *, rngs: nnx.Rngs):
-        self.layers = nnx.List([Layer(c, i, rngs=rngs) for i in indices])
-        self.is_moe = tuple(i >= c.n_dense for i in indices)
+    def __init__(
+        self, c: ModelConfig, indices: tuple[int, ...], is_opening: bool, *, rngs: nnx.Rngs
+    ):
         self.remat = c.remat
+        runs = cut_runs(c, indices, is_opening)
+        self.lengths = tuple(len(run) for run in runs)
+        self.is_moe = tuple(run[0] >= c.n_dense for run in runs)
+        self.runs = nnx.List([stacked(Layer, c, run[0], n=len(run), rngs=rngs) for run in runs])
 
-    def __call__(self, sum_BTD, bank, rows: Rows, caches, forced_ZBTA):
-        """The sum after the group; its layers' caches, choices of experts and sums."""
-        run = remat(_call, self.remat, "layer")
-        after, experts, sums = [], [], []
-        for j, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[j]
-            forced_BTA = None
-            if forced_ZBTA is not None and self.is_moe[j]:
-                forced_BTA = forced_ZBTA[sum(self.is_moe[:j])]
+    def __call__(self, sum_BTD, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
+        """The sum after the group, and per run (caches, choices of experts, sums)."""
+
+        def step(sum_BTD, xs):
+            layer, cache, forced_BTA = xs
+            run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
             sum_BTD, cache, experts_BTA = run(layer, sum_BTD, bank, rows, cache, forced_BTA)
-            after.append(cache)
-            sums.append(sum_BTD)
-            if self.is_moe[j]:
-                experts.append(experts_BTA)
-        return sum_BTD, (None if caches is None else tuple(after), _stack(experts), tuple(sums))
+            return sum_BTD, (cache, experts_BTA, sum_BTD if keep_stream else None)
+
+        found, z = [], 0
+        for r, (layers, n) in enumerate(zip(self.runs, self.lengths, strict=True)):
+            forced = None
+            if forced_ZBTA is not None and self.is_moe[r]:
+                forced, z = forced_ZBTA[z : z + n], z + n
+            cache = None if caches is None else caches[r]
+            sum_BTD, out = repeat(step, sum_BTD, (layers, cache, forced), n)
+            found.append(out)
+        return sum_BTD, tuple(zip(*found, strict=True))
 
 
 class Block(nnx.Module):
-    """One AttnRes block. The bank's rows are constants of its scan: each is saved once (T31)."""
+    """One AttnRes block. The bank's rows are constants of its scans: each is saved once (T31)."""
 
-    def __init__(self, c: ModelConfig, plan: BlockPlan, *, rngs: nnx.Rngs):
+    def __init__(self, c: ModelConfig, plan: list[Part], *, rngs: nnx.Rngs):
         self.remat = c.remat
-        self.opening = Group(c, plan.opening, rngs=rngs)
-        self.n_rest = len(plan.rest)
-        self.rest = _stacked(c, plan.rest, rngs) if plan.rest else None
-        self.tail = Group(c, plan.tail, rngs=rngs) if plan.tail else None
+        self.lengths = tuple(len(part) for part in plan)
+        self.parts = nnx.List(
+            [stacked(Group, c, p[0], p is plan[0], n=len(p), rngs=rngs) for p in plan]
+        )
 
     def __call__(self, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The block's sum, and per part what `Group` returns beside it, in layer order."""
-        run = remat(_call, self.remat, "group")
-        opening, rest, tail = (None, None, None) if caches is None else caches
-        z0 = sum(self.opening.is_moe)
-        z1 = z0 + self.n_rest * sum(self.rest.is_moe) if self.rest else z0
-        part = (lambda a, b: None) if forced_ZBTA is None else (lambda a, b: forced_ZBTA[a:b])
-        sum_BTD, found = run(self.opening, None, bank, rows, opening, part(0, z0))
-        opening, experts, sums = found
-        experts = [experts]
-        if self.rest is not None:
-            forced = part(z0, z1)
-            if forced is not None:
-                forced = forced.reshape(self.n_rest, -1, *forced.shape[1:])
+        """The block's sum; its caches, the choices of its MoE layers and its sums, in order."""
 
-            def body(sum_BTD, xs):
-                group, cache, forced_ZBTA = xs
-                sum_BTD, (cache, chosen, sums) = run(group, sum_BTD, bank, rows, cache, forced_ZBTA)
-                return sum_BTD, (cache, chosen, sums if keep_stream else ())
+        def step(sum_BTD, xs):
+            group, cache, forced_ZBTA = xs
+            run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
+            return run(group, sum_BTD, bank, rows, cache, forced_ZBTA)
 
-            sum_BTD, (rest, chosen, more) = jax.lax.scan(body, sum_BTD, (self.rest, rest, forced))
-            experts.append(None if chosen is None else chosen.reshape(-1, *chosen.shape[2:]))
-            sums += tuple(s[g] for g in range(self.n_rest) for s in more)
-        if self.tail is not None:
-            forced = None if forced_ZBTA is None else forced_ZBTA[z1:]
-            sum_BTD, (tail, chosen, more) = run(self.tail, sum_BTD, bank, rows, tail, forced)
-            experts.append(chosen)
-            sums += more
-        after = None if caches is None else (opening, rest, tail)
-        experts = [e for e in experts if e is not None]
-        return sum_BTD, (after, jnp.concatenate(experts) if experts else None, sums)
+        sum_BTD, after, experts, stream, z = None, [], [], [], 0
+        for p, (groups, n) in enumerate(zip(self.parts, self.lengths, strict=True)):
+            n_moe = sum(
+                k for k, is_moe in zip(groups.lengths, groups.is_moe, strict=True) if is_moe
+            )
+            forced = None
+            if forced_ZBTA is not None:
+                forced = forced_ZBTA[z : z + n * n_moe]
+                forced, z = forced.reshape(n, n_moe, *forced.shape[1:]), z + n * n_moe
+            cache = None if caches is None else caches[p]
+            sum_BTD, (cache, chosen, sums) = repeat(step, sum_BTD, (groups, cache, forced), n)
+            after.append(cache)
+            experts += in_order(chosen)
+            stream += in_order(sums)
+        return sum_BTD, (tuple(after), experts, stream)
+
+
+def repeat(step, carry, xs, n: int):
+    """`jax.lax.scan` over `n` stacked things; one alone runs without a loop."""
+    if n > 1:
+        return jax.lax.scan(step, carry, xs)
+    carry, ys = step(carry, jax.tree.map(lambda x: jnp.squeeze(x, 0), xs))
+    return carry, jax.tree.map(lambda y: y[None], ys)
+
+
+def stacked(cls, *args, n: int, rngs: nnx.Rngs):
+    """`n` equal modules as one, each parameter with a leading axis over them."""
+    keys = jax.random.split(rngs.params(), n)
+    return jax.vmap(lambda key: cls(*args, rngs=nnx.Rngs(params=key)))(keys)
+
+
+def in_order(runs) -> list[jax.Array]:
+    """Per-run arrays [groups, layers of the run, ...] -> [layers, ...] in the layers' order."""
+    runs = [x for x in runs if x is not None]
+    if not runs:
+        return []
+    joined = jnp.concatenate(runs, axis=1)
+    return [joined.reshape(-1, *joined.shape[2:])]
 
 
 class K3(nnx.Module):
@@ -213,38 +240,31 @@ class K3(nnx.Module):
             forced = None if forced_ZBTA is None else forced_ZBTA[z:]
             sum_BTD, (caches, chosen, sums) = block(bank, rows, caches, forced, keep_stream)
             after.append(caches)
-            stream += sums if keep_stream else ()
-            if chosen is not None:
-                experts.append(chosen)
-                z += chosen.shape[0]
-        hidden_BTD = rms_norm(
-            self.out_res((*bank, sum_BTD)), read(self.out_norm_D), self.config.norm_eps
-        )
+            experts, stream = experts + chosen, stream + sums
+            z += sum(x.shape[0] for x in chosen)
+        mixed_BTD = self.out_res((*bank, sum_BTD))
+        hidden_BTD = rms_norm(mixed_BTD, read(self.out_norm_D), self.config.norm_eps)
         if cache is not None:
             cache = K3Cache(tuple(after), cache.length_B + jnp.sum(real_BT, axis=1))
-        experts_ZBTA = jnp.concatenate(experts) if experts else None
-        return Output(hidden_BTD, cache, experts_ZBTA, tuple(stream))
+        return Output(hidden_BTD, cache, _concatenate(experts), _concatenate(stream))
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:
     """The cache of `n_rows` empty rows with room for `n_slots` tokens each."""
 
-    def layer(i):
-        return fresh_mla(c, n_rows, n_slots) if i in c.mla_layers else fresh_kda(c, n_rows)
-
-    def stacked(groups):
-        caches = [tuple(layer(i) for i in group) for group in groups]
-        return jax.tree.map(lambda *x: jnp.stack(x), *caches) if caches else None
+    def run(layers, n_groups):
+        lead = (n_groups, len(layers))
+        if layers[0] in c.mla_layers:
+            return fresh_mla(c, n_rows, n_slots, lead)
+        return fresh_kda(c, n_rows, lead)
 
     blocks = tuple(
-        (
-            tuple(layer(i) for i in plan.opening),
-            stacked(plan.rest),
-            tuple(layer(i) for i in plan.tail) if plan.tail else None,
+        tuple(
+            tuple(run(r, len(part)) for r in cut_runs(c, part[0], part is plan[0])) for part in plan
         )
         for plan in plan_blocks(c)
     )
-    return K3Cache(blocks, jnp.zeros(n_rows, jnp.int32))
+    return K3Cache(blocks, zeros((n_rows,), jnp.int32, "B"))
 
 
 def remat(fn, name: str, level: str):
@@ -256,15 +276,5 @@ def remat(fn, name: str, level: str):
     return fn
 
 
-def _stacked(c: ModelConfig, groups, rngs) -> Group:
-    """Equal groups as one, each parameter with a leading axis over them."""
-    keys = jax.random.split(rngs.params(), len(groups))
-    return jax.vmap(lambda key: Group(c, groups[0], rngs=nnx.Rngs(params=key)))(keys)
-
-
-def _call(module, *args):
-    return module(*args)
-
-
-def _stack(arrays):
-    return jnp.stack(arrays) if arrays else None
+def _concatenate(arrays):
+    return jnp.concatenate(arrays) if arrays else None

@@ -46,7 +46,8 @@ class Rows:
 class K3Cache:
     """Every layer's cache, in the model's own structure, and how many tokens each row holds.
 
-    A block is (opening group's layer caches, the stacked groups' caches, the tail's).
+    blocks[block][part][run] is the cache of stacked layers: every array has two leading axes, over
+    the part's groups and over the run's layers, before the rows.
     """
 
     blocks: tuple
@@ -58,14 +59,15 @@ def zeros(shape: tuple[int, ...], dtype, letters: str) -> jax.Array:
     return jax.reshard(jnp.zeros(shape, dtype), act_spec(letters))
 
 
-def fresh_kda(c: ModelConfig, n_rows: int) -> KdaCache:
-    """The cache of `n_rows` rows before their first token."""
+def fresh_kda(c: ModelConfig, n_rows: int, lead: tuple[int, ...] = ()) -> KdaCache:
+    """The cache of `n_rows` rows before their first token, under the leading axes `lead`."""
     H, k, W = c.kda.n_heads, c.kda.head_dim, c.kda.conv_width - 1
-    taps = [zeros((n_rows, W, H, k), c.dtype, "BWHk") for _ in range(3)]
-    return KdaCache(zeros((n_rows, H, k, k), jnp.float32, "BHkv"), *taps)
+    g = "G" * len(lead)
+    taps = [zeros((*lead, n_rows, W, H, k), c.dtype, g + "BWHk") for _ in range(3)]
+    return KdaCache(zeros((*lead, n_rows, H, k, k), jnp.float32, g + "BHkv"), *taps)
 
 
-def fresh_mla(c: ModelConfig, n_rows: int, n_slots: int) -> MlaCache:
-    """The empty cache of `n_rows` rows with room for `n_slots` tokens each."""
+def fresh_mla(c: ModelConfig, n_rows: int, n_slots: int, lead: tuple[int, ...] = ()) -> MlaCache:
+    """The empty cache of `n_rows` rows with `n_slots` tokens each, under leading axes `lead`."""
     width = c.mla.kv_latent + c.mla.shared_key_dim
-    return MlaCache(zeros((n_rows, n_slots, width), c.dtype, "BSM"))
+    return MlaCache(zeros((*lead, n_rows, n_slots, width), c.dtype, "G" * len(lead) + "BSM"))

@@ -4,7 +4,7 @@ import jax
 
 
 def named_leaves(tree) -> dict:
-    """{"blocks/0/opening/layers/1/attn/q_DHk": leaf, ...} in the tree's own order."""
+    """{"blocks/0/parts/0/runs/1/attn/q_DHk": leaf, ...} in the tree's own order."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 

@@ -11,19 +11,24 @@ from flax import nnx
 
 from k3_jax.axes import read
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import K3, fresh_cache, plan_blocks
+from k3_jax.model import K3, cut_runs, fresh_cache, plan_blocks
 from k3_jax.tree import named_leaves
 from sharding import make_mesh
 
 
 @jax.jit
+def logits_and_choices(model, tokens_BT, segments_BT):
+    out = model(model.embed(tokens_BT), segments_BT)
+    return model.logits(out.hidden_BTD), out.experts_ZBTA
+
+
 def logits_of(model, tokens_BT, segments_BT):
-    return model.logits(model(model.embed(tokens_BT), segments_BT).hidden_BTD)
+    return logits_and_choices(model, tokens_BT, segments_BT)[0]
 
 
 @jax.jit
-def extend(model, tokens_BT, segments_BT, cache):
-    out = model(model.embed(tokens_BT), segments_BT, cache)
+def extend(model, tokens_BT, segments_BT, cache, forced_ZBTA=None):
+    out = model(model.embed(tokens_BT), segments_BT, cache, forced_ZBTA=forced_ZBTA)
     return model.logits(out.hidden_BTD), out.cache
 
 
@@ -37,24 +42,27 @@ def mean_loss(model, tokens_BT, segments_BT):
 grad_of = jax.jit(jax.value_and_grad(mean_loss))
 
 
-def in_pieces(model, tokens_BT, pieces):
+def in_pieces(model, tokens_BT, pieces, forced_ZBTA=None):
     cache, found, at = fresh_cache(model.config, tokens_BT.shape[0], 96), [], 0
     for n in pieces:
         piece = tokens_BT[:, at : at + n]
-        logits, cache = extend(model, piece, jnp.ones_like(piece), cache)
+        forced = None if forced_ZBTA is None else forced_ZBTA[:, :, at : at + n]
+        logits, cache = extend(model, piece, jnp.ones_like(piece), cache, forced)
         found.append(logits)
         at += n
     return jnp.concatenate(found, axis=1), cache
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.6)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.5)])
 def test_prefill_in_pieces_then_decode_equals_one_pass(one_device, dtype, bound):
-    """T09. The bfloat16 bound is on logits of magnitude 10, where one unit in the last place is
-    0.06, after nine layers whose roundings differ between the two forms."""
+    """T09. In bfloat16 with the choices of experts of the one pass, since a near tie that falls the
+    other way is another path; logits of magnitude 4 then differ by a few units of 2^-6."""
     model = tiny.model(dtype=dtype)
     tokens_BT = tiny.tokens((2, 80))
-    want = logits_of(model, tokens_BT, jnp.ones_like(tokens_BT))
-    found, cache = in_pieces(model, tokens_BT, (64, 13, 1, 1, 1))
+    segments_BT = jnp.ones_like(tokens_BT)
+    want, chosen_ZBTA = logits_and_choices(model, tokens_BT, segments_BT)
+    forced_ZBTA = None if dtype == "float32" else chosen_ZBTA
+    found, cache = in_pieces(model, tokens_BT, (64, 14, 1, 1), forced_ZBTA)
     assert np.abs(found - want).max() < bound
     assert cache.length_B.tolist() == [80, 80]
 
@@ -83,9 +91,11 @@ def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(one_device):
     step, segments = tiny.tokens((2, 1), seed=3), jnp.asarray([[1], [0]])
     _, after = extend(model, step, segments, cache)
     for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
-        # The stacked groups' caches have the row on their second axis.
-        before, now = (x if x.shape[0] == 2 and x.ndim != 5 else x[:, 1:] for x in (before, now))
-        assert np.array_equal(np.asarray(before)[-1:], np.asarray(now)[-1:])
+        # Two stacked axes, groups and layers, stand before the rows of all but the length.
+        before, now = (
+            np.asarray(x)[1] if x.ndim == 1 else np.asarray(x)[:, :, 1] for x in (before, now)
+        )
+        assert np.array_equal(before, now)
 
 
 def test_packed_documents_equal_each_document_alone(one_device):
@@ -133,14 +143,19 @@ def test_what_a_pad_holds_reaches_no_token_and_no_gradient(one_device):
 
 @pytest.mark.parametrize("remat", ["layer", "group", "dots"])
 def test_recomputing_changes_no_gradient(one_device, remat):
-    """T31: loss and gradients are those without recomputation, to rounding of the last place."""
+    """T31: gradients are those without recomputation.
+
+    Not bit for bit under jit, where the compiler fuses what it recomputes otherwise: 1e-5 of each
+    gradient's norm is what float32 sums in another order differ by.
+    """
+    c = dict(n_layers=4, mla_layers=(1, 3), block_layers=4)
     tokens_BT = tiny.tokens((2, 32))
     segments_BT = jnp.ones_like(tokens_BT)
-    loss, grads = grad_of(tiny.model(), tokens_BT, segments_BT)
-    again, found = grad_of(tiny.model(remat=remat), tokens_BT, segments_BT)
-    assert loss == again
+    loss, grads = grad_of(tiny.model(**c), tokens_BT, segments_BT)
+    again, found = grad_of(tiny.model(**c, remat=remat), tokens_BT, segments_BT)
+    assert abs(loss - again) < 1e-6
     for name, g in named_leaves(grads).items():
-        np.testing.assert_allclose(g, named_leaves(found)[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        assert np.linalg.norm(g - named_leaves(found)[name]) <= 1e-5 * np.linalg.norm(g), name
 
 
 def saved_rows(model, n_tokens):
@@ -207,8 +222,9 @@ def test_forcing_the_choices_that_were_made_changes_nothing(one_device):
 
 def test_one_and_four_devices_agree(four_devices):
     """Rows over two axes and weights over one: the same loss and gradients."""
-    tokens_BT = tiny.tokens((4, 32))
-    segments_BT = jnp.ones_like(tokens_BT).at[1, 20:].set(2).at[3, 9:].set(0)
+    tokens_BT = np.asarray(tiny.tokens((4, 32)))
+    segments_BT = np.ones_like(tokens_BT)
+    segments_BT[1, 20:], segments_BT[3, 9:] = 2, 0
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
         one = jax.device_get(grad_of(tiny.model(), tokens_BT, segments_BT))
     model = tiny.model()
@@ -235,10 +251,13 @@ def test_parameters_that_are_float32_in_the_release_stay_so(one_device):
 
 def test_the_released_layers_fall_into_eight_blocks():
     """Decision 6: eight openings, scans of two groups, the last layer alone."""
-    plans = plan_blocks(
-        tiny.config(n_layers=93, mla_layers=(*range(3, 92, 4), 92), block_layers=12)
+    c = tiny.config(n_layers=93, mla_layers=(*range(3, 92, 4), 92), block_layers=12)
+    plans = plan_blocks(c)
+    assert [[len(part) for part in plan] for plan in plans] == [[1, 2]] * 7 + [[1, 1, 1]]
+    assert [i for plan in plans for part in plan for group in part for i in group] == list(
+        range(93)
     )
-    assert [len(p.opening) for p in plans] == [4] * 8
-    assert [len(p.rest) for p in plans] == [2] * 7 + [1]
-    assert [p.tail for p in plans] == [()] * 7 + [(92,)]
-    assert [i for p in plans for i in (*p.opening, *sum(p.rest, ()), *p.tail)] == list(range(93))
+    assert cut_runs(c, plans[0][0][0], True) == [[0], [1, 2], [3]]
+    assert cut_runs(c, plans[3][0][0], True) == [[36], [37, 38], [39]]
+    assert cut_runs(c, plans[3][1][0], False) == [[40, 41, 42], [43]]
+    assert plans[7][2] == ((92,),)

@@ -209,7 +209,7 @@ def test_our_checkpoint_opens_from_its_run_its_folder_or_its_step(tmp_path, engi
     small = named_leaves(open_checkpoint(str(tmp_path), "bfloat16").load())
     assert small["head_DV"].dtype == jnp.bfloat16
     # float32 in the release, and so always (decision 8).
-    assert small["blocks/0/opening/layers/0/attn/a_log_H"].dtype == jnp.float32
+    assert small["blocks/0/parts/0/runs/0/attn/a_log_H"].dtype == jnp.float32
 
 
 def test_directories_that_hold_no_checkpoint_are_refused_with_the_reason(tmp_path):

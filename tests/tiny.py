@@ -8,6 +8,7 @@ from flax import nnx
 
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from k3_jax.model import K3
+from k3_jax.tree import named_leaves
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -48,3 +49,11 @@ def model(seed: int = 0, **changes) -> K3:
 
 def tokens(shape, seed: int = 1):
     return jax.random.randint(jax.random.key(seed), shape, 0, CONFIG.vocab_size)
+
+
+def rngs(seed: int = 0) -> nnx.Rngs:
+    return nnx.Rngs(params=jax.random.key(seed))
+
+
+def leaf_names() -> list[str]:
+    return list(named_leaves(jax.eval_shape(lambda: K3(CONFIG, rngs=rngs()))))

@@ -11,7 +11,7 @@ import numpy as np
 
 from k3_jax.checkpoint.safetensors import Stored, read_index
 from k3_jax.config import ModelConfig
-from k3_jax.model import plan_blocks
+from k3_jax.model import cut_runs, plan_blocks
 from k3_jax.quant import mxfp4
 
 PREFIX = "language_model."
@@ -22,7 +22,7 @@ IGNORED = ("vision_tower.", "mm_projector.")
 class Entry(NamedTuple):
     """One released tensor: our leaf's name, where it goes in it, and its letters.
 
-    `index` selects the leaf's leading axes (stacked group, expert). `rows` is the part of a
+    `index` selects the leaf's leading axes (group, layer of a run, expert). `rows` is the part of a
     head's rows that goes to this leaf, for the one tensor that holds keys and values together.
     """
 
@@ -119,15 +119,16 @@ def name_table(c: ModelConfig) -> dict[str, list[Entry]]:
     return table
 
 
-def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """For each layer, its folder in our tree and its index on the stacked axis, if any."""
-    places = []
+def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+    """For each layer, its folder in our tree and its index on the two stacked axes."""
+    places = {}
     for b, plan in enumerate(plan_blocks(c)):
-        places += [(f"blocks/{b}/opening/layers/{j}", ()) for j in range(len(plan.opening))]
-        for g, group in enumerate(plan.rest):
-            places += [(f"blocks/{b}/rest/layers/{j}", (g,)) for j in range(len(group))]
-        places += [(f"blocks/{b}/tail/layers/{j}", ()) for j in range(len(plan.tail))]
-    return places
+        for p, part in enumerate(plan):
+            for g, group in enumerate(part):
+                for r, run in enumerate(cut_runs(c, group, p == 0)):
+                    folder = f"blocks/{b}/parts/{p}/runs/{r}"
+                    places |= {layer: (folder, (g, j)) for j, layer in enumerate(run)}
+    return [places[i] for i in range(c.n_layers)]
 
 
 def load(directory, c: ModelConfig, leaves: dict) -> dict[str, np.ndarray]:

@@ -77,9 +77,7 @@ def bucket(n: int, smallest: int, growth: int) -> int:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_cache(config, n_rows: int, n_slots: int) -> K3Cache:
-    """`fresh_cache`, placed as `step` returns it, so that both its calls share one program."""
-    cache = fresh_cache(config, n_rows, n_slots)
-    return K3Cache(cache.blocks, jax.reshard(cache.length_B, act_spec("B")))
+    return fresh_cache(config, n_rows, n_slots)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -91,12 +89,8 @@ def clear_rows(cache: K3Cache, is_new_B) -> K3Cache:
         shape = (1,) * axis + (-1,) + (1,) * (x.ndim - axis - 1)
         return jnp.where(is_new_B.reshape(shape), jnp.zeros((), x.dtype), x)
 
-    def clear_block(opening, rest, tail):
-        first, second = partial(jax.tree.map, partial(clear, 0)), partial(clear, 1)
-        return first(opening), jax.tree.map(second, rest), first(tail)
-
-    blocks = tuple(clear_block(*block) for block in cache.blocks)
-    return K3Cache(blocks, clear(0, cache.length_B))
+    # Two stacked axes, groups and layers, stand before the rows.
+    return K3Cache(jax.tree.map(partial(clear, 2), cache.blocks), clear(0, cache.length_B))
 
 
 @partial(jax.jit, donate_argnums=1)

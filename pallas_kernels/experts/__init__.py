@@ -1,14 +1,15 @@
 """Grouped matmul of routed experts: rows sorted by expert, one weight matrix per group."""
 
 import logging
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import blocks, reference
+from pallas_kernels.experts import batched, blocks, reference
 
-IMPLS = ("auto", "blocks", "ragged", "reference")
+FORMS = {"blocks": blocks, "batched": batched}
+IMPLS = ("auto", *FORMS, "ragged", "reference")
 
 __all__ = ["grouped_matmul"]
 
@@ -20,9 +21,10 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     may be empty; rows after the last group give 0 and pass no gradient. sizes_E must sum to at
     most N, which is not checked. A NaN stays in its own row forward and in its own row and expert
     backward. Differentiable in x and w, whose gradients keep their dtypes.
-    impl: "ragged" is `jax.lax.ragged_dot`, "blocks" a loop over blocks of rows, "reference" the
-    definition. "auto" is "ragged" on TPU, where XLA has a kernel for it, and "blocks" elsewhere,
-    where XLA multiplies every row with every expert (measured in `blocks`).
+    impl: "ragged" is `jax.lax.ragged_dot`, "blocks" a loop over blocks of rows, "batched"
+    one product over all blocks, "reference" the definition. "auto" is "ragged" on TPU, where XLA
+    has a kernel for it, "batched" on GPU and "blocks" on CPU, where XLA multiplies every row with
+    every expert (measured in `batched` and `blocks`).
     The output has x's dtype unless preferred_element_type says otherwise.
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
@@ -33,8 +35,8 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     dtype = x_NL.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     if impl == "reference":
         return reference.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
-    if impl == "blocks":
-        return blocks.grouped(x_NL, w_ELF, sizes_E).astype(dtype)
+    if impl in FORMS:
+        return _grouped(FORMS[impl], x_NL, w_ELF, sizes_E).astype(dtype)
     precision = jax.lax.Precision.HIGHEST if x_NL.dtype == jnp.float32 else None
     y_NF = jax.lax.ragged_dot(
         x_NL, w_ELF, sizes_E, precision=precision, preferred_element_type=jnp.float32
@@ -43,9 +45,29 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     return jnp.where(in_group_N1, y_NF, 0.0).astype(dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(form, x_NL, w_ELF, sizes_E):
+    """y_n = x_n w_e in float32, by one of FORMS."""
+    return form.times(x_NL, w_ELF, sizes_E, "NL,LF->NF")
+
+
+def _grouped_fwd(form, x_NL, w_ELF, sizes_E):
+    return _grouped(form, x_NL, w_ELF, sizes_E), (x_NL, w_ELF, sizes_E)
+
+
+def _grouped_bwd(form, saved, dy_NF):
+    x_NL, w_ELF, sizes_E = saved
+    dy_NF = dy_NF.astype(x_NL.dtype)
+    dx_NL = form.times(dy_NF, w_ELF, sizes_E, "NF,LF->NL").astype(x_NL.dtype)
+    return dx_NL, form.outer(x_NL, dy_NF, sizes_E).astype(w_ELF.dtype), None
+
+
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
+
+
 @cache
 def _auto(backend):
-    impl = "ragged" if backend == "tpu" else "blocks"
+    impl = {"tpu": "ragged", "gpu": "batched"}.get(backend, "blocks")
     logging.getLogger(__name__).info("grouped matmul on %s: %s", backend, impl)
     return impl
 

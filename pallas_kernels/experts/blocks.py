@@ -21,27 +21,7 @@ def block_rows(N, E):
     return max(8, min(128, 2 ** (max(1, N // E).bit_length() - 1)))
 
 
-@jax.custom_vjp
-def grouped(x_NL, w_ELF, sizes_E):
-    """y_n = x_n w_e in float32, rows of group e; rows after the last group give 0."""
-    return _times(x_NL, w_ELF, sizes_E, "NL,LF->NF")
-
-
-def _grouped_fwd(x_NL, w_ELF, sizes_E):
-    return grouped(x_NL, w_ELF, sizes_E), (x_NL, w_ELF, sizes_E)
-
-
-def _grouped_bwd(saved, dy_NF):
-    x_NL, w_ELF, sizes_E = saved
-    dx_NL = _times(dy_NF.astype(x_NL.dtype), w_ELF, sizes_E, "NF,LF->NL").astype(x_NL.dtype)
-    dw_ELF = _outer(x_NL, dy_NF.astype(x_NL.dtype), sizes_E).astype(w_ELF.dtype)
-    return dx_NL, dw_ELF, None
-
-
-grouped.defvjp(_grouped_fwd, _grouped_bwd)
-
-
-def _plan(sizes_E, N, block):
+def plan(sizes_E, N, block):
     """Block b covers `block` rows from first[b] on; those before end[b] are expert[b]'s."""
     ends_E = jnp.cumsum(sizes_E)
     blocks_E = -(-sizes_E // block)
@@ -53,9 +33,10 @@ def _plan(sizes_E, N, block):
     return expert, first, ends_E[expert], block_ends_E[-1], ends_E[-1]
 
 
-def _times(x_NL, w_ELF, sizes_E, eq):
+def times(x_NL, w_ELF, sizes_E, eq):
+    """y_n = x_n w_e in float32 for rows of group e, as `eq` says; rows after the last give 0."""
     N, block = x_NL.shape[0], block_rows(x_NL.shape[0], w_ELF.shape[0])
-    expert, first, _, n_blocks, total = _plan(sizes_E, N, block)
+    expert, first, _, n_blocks, total = plan(sizes_E, N, block)
     x_NL = jnp.pad(x_NL, ((0, block), (0, 0)))
     width = w_ELF.shape[2] if eq.endswith("F") else w_ELF.shape[1]
 
@@ -70,10 +51,10 @@ def _times(x_NL, w_ELF, sizes_E, eq):
     return jnp.where(jnp.arange(N)[:, None] < total, y_NF, 0.0)
 
 
-def _outer(x_NL, dy_NF, sizes_E):
+def outer(x_NL, dy_NF, sizes_E):
     """dw_e = sum over the rows of group e of x_n dy_n^T, float32."""
     N, block = x_NL.shape[0], block_rows(x_NL.shape[0], sizes_E.shape[0])
-    expert, first, end, n_blocks, _ = _plan(sizes_E, N, block)
+    expert, first, end, n_blocks, _ = plan(sizes_E, N, block)
     x_NL, dy_NF = (jnp.pad(a, ((0, block), (0, 0))) for a in (x_NL, dy_NF))
 
     def step(b, dw_ELF):

@@ -178,32 +178,34 @@ def _small_inverse(low):
     """The same for blocks too small for matrix units: the blocks lie on the fastest axis."""
     n = low.shape[-1]
     low_ijN = jnp.moveaxis(low.reshape(-1, n, n), 0, -1)
-    inv = [_substitute(low_ijN[i : i + BASE, i : i + BASE]) for i in range(0, n, BASE)]
+    inv_bijN = _substitute(_blocks(low_ijN, BASE, 0))
     size = BASE
     while size < n:
-        doubled = []
-        for b, (first, second) in enumerate(zip(inv[0::2], inv[1::2], strict=True)):
-            i = 2 * b * size
-            left = low_ijN[i + size : i + 2 * size, i : i + size]
-            doubled.append(_corner_N(first, -_times(_times(second, left), first), second))
-        inv, size = doubled, 2 * size
-    return jnp.moveaxis(inv[0], -1, 0).reshape(low.shape)
+        first, second = inv_bijN[0::2], inv_bijN[1::2]
+        left = _blocks(low_ijN, size, 1)
+        corner = -_times(_times(second, left), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], 2)
+        inv_bijN = jnp.concatenate([top, jnp.concatenate([corner, second], 2)], 1)
+        size *= 2
+    return jnp.moveaxis(inv_bijN[0], -1, 0).reshape(low.shape)
 
 
-def _corner_N(first, low, second):
-    top = jnp.concatenate([first, jnp.zeros_like(first)], 1)
-    return jnp.concatenate([top, jnp.concatenate([low, second], 1)], 0)
+def _blocks(low_ijN, size, below):
+    """Blocks on the diagonal, or (below = 1) the block left of every second one of them."""
+    starts = range(0, low_ijN.shape[0], size * (1 + below))
+    down = size * below
+    return jnp.stack([low_ijN[i + down : i + down + size, i : i + size] for i in starts])
 
 
-def _times(a_ijN, b_jkN):
-    return sum(a_ijN[:, j, None] * b_jkN[None, j] for j in range(a_ijN.shape[1]))
+def _times(a_bijN, b_bjkN):
+    return sum(a_bijN[:, :, j, None] * b_bjkN[:, None, j] for j in range(a_bijN.shape[2]))
 
 
-def _substitute(low_ijN):
+def _substitute(low_bijN):
     """Row by row: x_i = e_i - sum_(j<i) L_ij x_j."""
-    eye = jnp.eye(low_ijN.shape[0], dtype=low_ijN.dtype)[..., None]
+    eye = jnp.eye(low_bijN.shape[1], dtype=low_bijN.dtype)[..., None]
     rows = []
-    for i in range(low_ijN.shape[0]):
-        row = jnp.broadcast_to(eye[i], low_ijN[0].shape)
-        rows.append(row - sum(low_ijN[i, j] * x for j, x in enumerate(rows)))
-    return jnp.stack(rows)
+    for i in range(low_bijN.shape[1]):
+        row = jnp.broadcast_to(eye[i], low_bijN[:, 0].shape)
+        rows.append(row - sum(low_bijN[:, i, j, None] * x for j, x in enumerate(rows)))
+    return jnp.stack(rows, 1)

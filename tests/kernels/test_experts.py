@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.experts import blocks, grouped_matmul
+from pallas_kernels.experts import batched, blocks, grouped_matmul
 
 SIZES = {
     "even": [16, 16, 16, 16],
@@ -46,13 +46,16 @@ def compiled(impl, dtype=None, block=None):
     return jax.jit(everything)
 
 
+@pytest.mark.parametrize("impl", ["blocks", "batched"])
 @pytest.mark.parametrize("block", [8, 128])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_blocks_equal_the_loop_over_experts(sizes, block, monkeypatch):
+def test_blocks_equal_the_loop_over_experts(sizes, block, impl, monkeypatch):
     """Blocks smaller than most groups, and larger than all rows together."""
-    monkeypatch.setattr(blocks, "block_rows", lambda N, E: block)
+    monkeypatch.setattr(
+        {"blocks": blocks, "batched": batched}[impl], "block_rows", lambda N, E: block
+    )
     args = operands(sizes)
-    got = compiled("blocks", block=block)(*args)
+    got = compiled(impl, block=block)(*args)
     want = compiled("reference")(*args)
     for name, a, b in zip(("y", "dx", "dw"), got, want, strict=True):
         np.testing.assert_allclose(a, b, err_msg=name, **TIGHT)
@@ -79,7 +82,7 @@ def test_awkward_counts_at_the_shipped_block_size(N, E):
         np.testing.assert_allclose(a, b, err_msg=name, **TIGHT)
 
 
-@pytest.mark.parametrize("impl", ["blocks", "ragged"])
+@pytest.mark.parametrize("impl", ["blocks", "batched", "ragged"])
 def test_bfloat16_sums_in_float32_and_rounds_once(impl):
     """Output within half a unit of 8 bits (2^-9) of the float32 sum, gradients too."""
     args = operands(SIZES["skewed"], L=256, dtype=jnp.bfloat16)
@@ -92,7 +95,7 @@ def test_bfloat16_sums_in_float32_and_rounds_once(impl):
     np.testing.assert_array_equal(y, got[0].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("impl", ["blocks", "ragged"])
+@pytest.mark.parametrize("impl", ["blocks", "batched", "ragged"])
 def test_a_poisoned_row_stays_alone(impl):
     """T10: NaN in one row of x, and in the rows after the last group."""
     sizes = SIZES["rows left over"]
@@ -128,7 +131,7 @@ def test_blocks_take_no_memory_that_grows_with_experts():
     assert plan.memory_analysis().temp_size_in_bytes < 2 * N * L * 4
 
 
-@pytest.mark.parametrize("impl", ["blocks", "ragged"])
+@pytest.mark.parametrize("impl", ["blocks", "batched", "ragged"])
 def test_shards_equal_one_device_and_replicated_weights_sum_their_gradients(impl):
     """check_vma=True over 4 devices: rows and sizes are sharded, weights are everywhere."""
     parts = [[3, 9, 0, 4], [0, 0, 16, 0], [5, 5, 5, 0], [0, 0, 0, 0]]

@@ -1,0 +1,48 @@
+"""The smallest run that has every part: both kinds of attention, experts, held-out loss, saves.
+
+The documents are given on the command line: --config.data.sources.text.glob=...
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.model = dict(
+        vocab_size=320,
+        width=32,
+        n_layers=4,
+        mla_layers=(1, 3),
+        n_dense=1,
+        dense_width=48,
+        block_layers=4,
+        init_std=0.02,
+        param_dtype="float32",
+        dtype="float32",
+        remat="none",
+        kda=dict(n_heads=2, head_dim=16, gate_lower_bound=-5.0),
+        mla=dict(
+            n_heads=2, query_latent=24, kv_latent=16, key_dim=16, shared_key_dim=8, value_dim=16
+        ),
+        moe=dict(n_experts=8, n_active=2, latent_width=16, expert_width=24),
+    )
+    config.data = dict(
+        sources=dict(text=dict(format="text", glob="")),
+        tokenizer="bytes",
+        seq_len=64,
+        batch=4,
+        holdout=0.2,
+        prefetch=2,
+    )
+    config.optim = dict(learning_rate=4e-3, final_ratio=0.1, warmup_steps=2)
+    config.mesh = dict(data=1, fsdp=1)
+    config.steps = 12
+    config.accumulate = 1
+    config.loss_chunk = 128
+    config.log_every = 1
+    config.eval_every = 6
+    config.eval_batches = 2
+    config.save_every = 4
+    config.keep = 3
+    config.max_bad_steps = 3
+    return config

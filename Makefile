@@ -52,9 +52,9 @@ endif
 	@rm -f $(MAKING)
 	@echo "setup: done"
 
-demo: $(STAMP) ## trains the tiny K3, then writes text with it
+demo: $(STAMP) ## trains the tiny K3 on this Python's own source, then writes some
 	$(PY) train.py --config configs/k3_tiny.py --workdir runs/demo
-	$(PY) serve.py --checkpoint runs/demo --prompts "The " "Once upon a time"
+	$(PY) serve.py --checkpoint runs/demo --prompt "def " --max_tokens 400 --temperature 0.7
 
 test: $(STAMP) ## lint, layout, then all fast tests
 	$(PY) -m ruff check .
@@ -65,9 +65,9 @@ test: $(STAMP) ## lint, layout, then all fast tests
 test-slow: $(STAMP) ## the tests that take minutes
 	$(PY) -m pytest -m "slow and not tpu" --durations 10
 
-bench: $(STAMP) ## every program in benchmarks/
-	@for program in benchmarks/*.py; do \
-	    echo "$(PY) $$program"; $(PY) "$$program" || exit 1; done
+bench: $(STAMP) ## prints the tables of benchmarks/
+	$(PY) -m benchmarks.golden
+	$(PY) -m benchmarks.kda_cpu
 
 clean: ## removes .venv, runs and all that tools left behind
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

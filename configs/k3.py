@@ -53,6 +53,7 @@ def get_config() -> ConfigDict:
         batch=1024,
         seed=0,
         holdout=0.001,
+        interleave=4,
         prefetch=8,
     )
     config.optim = dict(

@@ -46,6 +46,7 @@ def get_config() -> ConfigDict:
         batch=8,
         seed=0,
         holdout=0.02,
+        interleave=16,
         prefetch=8,
     )
     config.optim = dict(

@@ -117,7 +117,9 @@ class DataConfig:
     """Documents -> packed rows.
 
     `batch` rows of `seq_len` tokens make one optimizer step, over all processes together.
-    A document is held out when its hash falls into `holdout` of the hash range.
+    A document is held out when its hash falls into `holdout` of the hash range. Each row stream
+    of the batch has `interleave` documents open and takes rows from them in turn: with 1, a small
+    batch learns the same few files for many steps.
     """
 
     sources: tuple[SourceConfig, ...]
@@ -126,6 +128,7 @@ class DataConfig:
     batch: int = 8
     seed: int = 0
     holdout: float = 0.02
+    interleave: int = 1
     prefetch: int = 8
 
 
@@ -226,6 +229,8 @@ def check_train(c: TrainConfig) -> None:
         )
     if c.optim.warmup_steps > c.steps:
         raise ValueError(f"optim.warmup_steps={c.optim.warmup_steps} exceeds steps={c.steps}")
+    if d.interleave < 1:
+        raise ValueError(f"data.interleave={d.interleave} must be at least 1")
     if not d.sources:
         raise ValueError("data.sources is empty: name at least one source")
 

@@ -106,6 +106,27 @@ def test_every_document_comes_once_in_each_epoch_in_another_order(one, batch):
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
 
 
+def test_interleaved_documents_come_once_each_and_resume_exactly(one):
+    """T26, T27: four documents open in each row; saved by two processes, taken up by four."""
+    c = config(*one.sources, interleave=4)
+    whole = Loader(c, TOK)
+    rows = take(whole, 160)["tokens"]
+    streams = [documents_of(rows[turn::4, b]) for b in range(8) for turn in range(4)]
+    apart = [documents_of(take(Loader(one, TOK), 400)["tokens"][:, b]) for b in range(8)]
+    for b in range(8):
+        for turn in range(4):
+            found = streams[4 * b + turn]
+            assert found and found == apart[b][turn::4][: len(found)]
+    two = [Loader(c, TOK, process=p, n_processes=2) for p in range(2)]
+    for loader in two:
+        take(loader, 7)
+    four = [Loader(c, TOK, process=p, n_processes=4) for p in range(4)]
+    for loader in four:
+        loader.restore(through_json(*two))
+    again = np.concatenate([take(loader, 9)["tokens"] for loader in four], axis=1)
+    np.testing.assert_array_equal(again, rows[7:16])
+
+
 def test_seeds_change_the_order_and_nothing_else_does(one):
     first = take(Loader(one, TOK), 5)["tokens"]
     np.testing.assert_array_equal(first, take(Loader(one, TOK, seed=one.seed), 5)["tokens"])
@@ -202,7 +223,7 @@ def test_every_step_can_be_resumed(request, source, prefetch):
     for batch in itertools.islice(loader, 70):
         batches.append(batch["tokens"])
         states.append(through_json(loader))
-    assert states[-1]["0"]["document"] > 35  # the epoch of 70 documents over 2 rows is passed
+    assert states[-1]["0"]["streams"][0][0] > 35  # the epoch of 70 documents over 2 rows is passed
     for step in (0, 1, 7, 30, 31, 32, 33, 34, 35, 50, 69, 5):
         resumed.restore(states[step])
         assert through_json(resumed) == states[step]

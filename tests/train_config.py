@@ -1,4 +1,5 @@
-"""The smallest run that has every part: both kinds of attention, experts, held-out loss, saves.
+"""The smallest run that has every part: one KDA layer with a dense FFN and one MLA layer with
+experts, each an AttnRes block of its own; held-out loss; saves.
 
 The documents are given on the command line: --config.data.sources.text.glob=...
 """
@@ -11,11 +12,11 @@ def get_config() -> ConfigDict:
     config.model = dict(
         vocab_size=320,
         width=32,
-        n_layers=4,
-        mla_layers=(1, 3),
+        n_layers=2,
+        mla_layers=(1,),
         n_dense=1,
         dense_width=48,
-        block_layers=4,
+        block_layers=1,
         init_std=0.02,
         param_dtype="float32",
         dtype="float32",

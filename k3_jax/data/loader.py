@@ -4,8 +4,9 @@ Order. Each source is shuffled as a whole, anew each time it repeats. Several so
 weight (shares of documents, not of tokens), and the mixture is shuffled again within windows of
 MIX_WINDOW documents, because a mixture is periodic and rows that read every `batch`-th document
 would otherwise meet one source each. That gives one endless list. Row stream b of the global batch
-reads its documents b, b + batch, b + 2*batch, ... So each document is read once for each time its
-source repeats, by one row stream. Rows advance by tokens, so two rows may be in different repeats.
+reads its documents b, b + batch, b + 2*batch, ..., with `interleave` of them open at a time: the
+stream's rows come from them in turn. So each document is read once for each time its source
+repeats, by one row stream. Rows advance by tokens, so two rows may be in different repeats.
 
 Processes. Row streams belong to the batch, not to a process: process p of n holds rows
 [p*batch/n, (p+1)*batch/n). A state has one entry per row stream, hence any number of processes that
@@ -21,7 +22,7 @@ import grain
 import numpy as np
 
 from k3_jax.config import DataConfig
-from k3_jax.data.pack import RowStream
+from k3_jax.data.pack import RowStream, Turns
 from k3_jax.data.source import Source, Split, open_source
 from k3_jax.tokenizer import Tokenizer
 
@@ -53,7 +54,8 @@ class Loader:
         sources = _open_sources(config)
         documents = _mixture(sources, config, split, seed)
         self._fingerprint = _fingerprint(config, tokenizer, split, seed, sources)
-        self._batches = _Prefetch(_batches(documents, rows, tokenizer, config), config.prefetch)
+        batches = _batches(documents, rows, config.interleave, tokenizer, config)
+        self._batches = _Prefetch(batches, config.prefetch)
         # Runs at interpreter exit too, before the modules that Grain's own clean-up needs are gone.
         self._finalizer = weakref.finalize(self, self._batches.close)
 
@@ -69,8 +71,8 @@ class Loader:
         Merge the dicts of all processes (the keys are disjoint) before `restore`.
         """
         return {
-            str(row): {"document": document, "token": token, "data": self._fingerprint}
-            for row, (document, token) in self._batches.get_state().items()
+            str(row): {"turn": turn, "streams": streams, "data": self._fingerprint}
+            for row, (turn, streams) in self._batches.get_state().items()
         }
 
     def restore(self, states: dict[str, dict]):
@@ -94,7 +96,7 @@ class Loader:
                     f"data state of row {row} belongs to other data: "
                     + "; ".join(f"{k} was {saved.get(k)!r}, is {here.get(k)!r}" for k in differing)
                 )
-        positions = {r: (states[str(r)]["document"], states[str(r)]["token"]) for r in rows}
+        positions = {r: (states[str(r)]["turn"], states[str(r)]["streams"]) for r in rows}
         self._batches.set_state(positions)
 
     def close(self):
@@ -114,7 +116,7 @@ class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
 class _Batches:
     """Stacks one row of each stream; all or none of the streams advance."""
 
-    def __init__(self, streams: dict[int, RowStream]):
+    def __init__(self, streams: dict[int, Turns]):
         self._streams = streams
         # Reading waits for storage and BPE releases the interpreter lock, so readers work side by
         # side. Each has many rows, because a task for every row costs more than packing the row.
@@ -140,15 +142,15 @@ class _Batches:
         tokens, segments = zip(*rows, strict=True)
         return {"tokens": np.stack(tokens), "segments": np.stack(segments)}
 
-    def get_state(self) -> dict[int, tuple[int, int]]:
+    def get_state(self) -> dict[int, tuple]:
         return {row: stream.position for row, stream in self._streams.items()}
 
-    def set_state(self, state: dict[int, tuple[int, int]]):
+    def set_state(self, state: dict[int, tuple]):
         for row, stream in self._streams.items():
             stream.position = state[row]
 
 
-def _next_rows(group: list[RowStream]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _next_rows(group: list[Turns]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [next(stream) for stream in group]
 
 
@@ -170,16 +172,19 @@ def heldout_batches(
     parts = [Split(source, config.holdout, "holdout") for source in _open_sources(config)]
     documents = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
     documents = documents.shuffle(seed=HELDOUT_SEED)
-    batches = _batches(documents, rows, tokenizer, config)
+    batches = _batches(documents, rows, 1, tokenizer, config)
     return (next(batches) for _ in range(n_batches))
 
 
-def _batches(documents, rows: range, tokenizer: Tokenizer, config: DataConfig) -> _Batches:
+def _batches(documents, rows: range, n_turns: int, tokenizer, config: DataConfig) -> _Batches:
     documents[0]  # Grain sets up its statistics on the first read, which must not be in threads
-    numbers = {row: range(row, len(documents), config.batch) for row in rows}
-    return _Batches(
-        {row: RowStream(documents, numbers[row], tokenizer, config.seq_len) for row in rows}
-    )
+
+    def turns(row):
+        numbers = range(row, len(documents), config.batch)
+        parts = (numbers[i::n_turns] for i in range(n_turns))
+        return Turns([RowStream(documents, part, tokenizer, config.seq_len) for part in parts])
+
+    return _Batches({row: turns(row) for row in rows})
 
 
 def _own_rows(config: DataConfig, process: int, n_processes: int) -> range:
@@ -240,6 +245,7 @@ def _fingerprint(config, tokenizer, split, seed, sources) -> dict:
         "split": split,
         "batch": config.batch,
         "seq_len": config.seq_len,
+        "interleave": config.interleave,
         "holdout": config.holdout,
         "tokenizer": tokenizer.name,
         "n_sources": len(sources),

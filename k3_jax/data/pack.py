@@ -5,6 +5,32 @@ import numpy as np
 from k3_jax.tokenizer import MAX_CHARACTERS
 
 
+class Turns:
+    """Row streams taken in turn: a row after the other, each from the next stream.
+
+    `position` is (whose turn it is, the streams' positions).
+    """
+
+    def __init__(self, streams: list["RowStream"]):
+        self._streams = streams
+        self._turn = 0
+
+    @property
+    def position(self):
+        return self._turn, [list(stream.position) for stream in self._streams]
+
+    @position.setter
+    def position(self, value):
+        self._turn, positions = value
+        for stream, position in zip(self._streams, positions, strict=True):
+            stream.position = tuple(position)
+
+    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
+        row = next(self._streams[self._turn])
+        self._turn = (self._turn + 1) % len(self._streams)
+        return row
+
+
 class RowStream:
     """Packs documents one after the other into rows of `seq_len` tokens.
 

@@ -6,6 +6,7 @@ A run that was interrupted goes on from its newest whole checkpoint when the sam
 again. SIGTERM saves first and exits with 0.
 """
 
+import contextlib
 import functools
 import signal
 import sys
@@ -33,8 +34,6 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_):
-    if flags.FLAGS["verbosity"].using_default_value:
-        logging.set_verbosity(logging.WARNING)  # the libraries tell of every file they write
     try:
         run(from_dict(TrainConfig, CONFIG.value), WORKDIR.value)
     except (ValueError, OSError, CheckpointError) as e:
@@ -68,27 +67,28 @@ def run(config: TrainConfig, workdir: str):
     metrics.say(f"{n_params:,} parameters on {mesh.size} x {jax.devices()[0].device_kind}")
     metrics.say(f"going on from step {start}" if start else "from the start")
     pending = None
-    for step in range(start + 1, config.steps + 1):
-        batch = {k: split(v, config.accumulate, mesh) for k, v in next(loader).items()}
-        state, values = step_fn(state, batch)
-        # The step before this one is told of now, so that the device never waits for the host.
+    with contextlib.closing(loader), contextlib.closing(metrics), store:
+        for step in range(start + 1, config.steps + 1):
+            batch = {k: split(v, config.accumulate, mesh) for k, v in next(loader).items()}
+            state, values = step_fn(state, batch)
+            # The step before this one is told of now, so that the device never waits for the host.
+            report(metrics, pending, config)
+            pending = step, values
+            is_stopping = stop.is_set  # read once: a later signal stops the step after this one
+            is_last = step == config.steps or is_stopping
+            if is_last or (config.save_every and step % config.save_every == 0):
+                meta = {"config": to_dict(config)}
+                with metrics.pause():
+                    store.save(step, nest(named_leaves(state)), loader.state(), meta)
+            if held_out and (step == config.steps or step % config.eval_every == 0):
+                report(metrics, pending, config)
+                pending = None
+                with metrics.pause():
+                    metrics.held_out(step, held_out(state.model))
+            if is_stopping:
+                metrics.say(f"stopped by a signal: step {step} is saved")
+                break
         report(metrics, pending, config)
-        pending = step, values
-        is_last = step == config.steps or stop.is_set
-        if is_last or (config.save_every and step % config.save_every == 0):
-            meta = {"config": to_dict(config)}
-            with metrics.pause():
-                store.save(step, nest(named_leaves(state)), loader.state(), meta)
-        if held_out and (step == config.steps or step % config.eval_every == 0):
-            with metrics.pause():
-                metrics.held_out(step, held_out(state.model))
-        if stop.is_set:
-            metrics.say(f"stopped by a signal: step {step} is saved")
-            break
-    report(metrics, pending, config)
-    store.close()
-    metrics.close()
-    loader.close()
 
 
 def restore_or_init(config, tx, store, loader):
@@ -116,7 +116,6 @@ def report(metrics, pending, config):
     step, values = pending[0], {k: v.item() for k, v in jax.device_get(pending[1]).items()}
     metrics.step(step, values)
     if values["bad_in_row"] >= config.max_bad_steps:
-        metrics.close()
         raise ValueError(
             f"the loss or gradient was not finite in {values['bad_in_row']} steps in a row up to "
             f"step {step}; none of them changed the weights. Lower optim.learning_rate or look at "
@@ -135,5 +134,16 @@ class StopSignal:
         self.is_set = True
 
 
+def parse_flags(argv):
+    """absl's parser; a --config.key that the file lacks ends in words, not in a traceback."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError) as e:
+        given = [a for a in argv[1:] if a.startswith("--config.")]
+        words = str(e).strip("\"'").replace("\\n", " ").replace("\\'", "")
+        sys.exit(f"train.py: {' '.join(given)}: no such key in the config file: {words}")
+
+
 if __name__ == "__main__":
-    app.run(main)
+    logging.set_verbosity(logging.WARNING)  # the libraries tell of every file they write
+    app.run(main, flags_parser=parse_flags)

@@ -1,6 +1,7 @@
 """What a run tells: a line, a progress bar, `metrics.jsonl` and TensorBoard."""
 
 import json
+import math
 import sys
 import time
 from datetime import timedelta
@@ -89,7 +90,9 @@ class Metrics:
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of `metrics.jsonl` and one point of each TensorBoard curve."""
         if self._is_first:
-            self._file.write(json.dumps({"step": step} | values) + "\n")
+            # JSON has no NaN: what is not finite is null.
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+            self._file.write(json.dumps({"step": step} | finite) + "\n")
             self._file.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)

@@ -79,7 +79,7 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
         (grads, sums), _ = jax.lax.scan(micro, (first, empty), batch)
     count = jnp.maximum(sums.count, 1).astype(F32)
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
-    loss, grad_norm = sums.nats / count, optax.global_norm(grads)
+    loss, grad_norm = sums.nats / count, optax.tree.norm(grads)
 
     is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt = tx.update(grads, state.opt, state.model)

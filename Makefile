@@ -54,7 +54,7 @@ endif
 
 demo: $(STAMP) ## trains the tiny K3 on this Python's own source, then writes some
 	$(PY) train.py --config configs/k3_tiny.py --workdir runs/demo
-	$(PY) serve.py --checkpoint runs/demo --prompt "def " --max_tokens 400 --temperature 0.7
+	$(PY) serve.py --checkpoint runs/demo --dtype float32 --batch 1 --prompt "def " --max_tokens 400 --temperature 0.7
 
 test: $(STAMP) ## lint, layout, then all fast tests
 	$(PY) -m ruff check .

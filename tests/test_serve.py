@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -68,18 +67,19 @@ def test_a_row_that_goes_non_finite_ends_alone_and_its_place_is_clean_again(engi
     asked = requests((5, 64, 65, 30, 12))
     want = alone(engine, asked)
 
-    def poison(x, row_axis):
-        shape = [-1 if axis == row_axis else 1 for axis in range(x.ndim)]
-        return jnp.where(np.reshape([False, False, True, False], shape), jnp.nan, x)
+    # Two stacked axes, groups and layers, stand before the rows.
+    is_poisoned = np.array([False, False, True, False])
+
+    def poison(x):
+        return jnp.where(is_poisoned.reshape(-1, *(1,) * (x.ndim - 3)), jnp.nan, x)
 
     seen = []
 
     def watch(request, token):
         seen.append(request.index)
         if request.index == 2 and seen.count(2) == 4:
-            parts = zip(engine.cache.blocks[0], (0, 1, 0), strict=True)
-            block = tuple(jax.tree.map(partial(poison, row_axis=axis), x) for x, axis in parts)
-            engine.cache = dataclasses.replace(engine.cache, blocks=(block,))
+            blocks = jax.tree.map(poison, engine.cache.blocks)
+            engine.cache = dataclasses.replace(engine.cache, blocks=blocks)
         return False
 
     ends = {e.request.index: e for e in engine.run(asked, watch)}

@@ -15,7 +15,7 @@ from k3_jax.serving.engine import Request
 from k3_jax.serving.sampling import Settings
 from k3_jax.tree import named_leaves, nest, with_leaves
 
-# One opening group and two that are stacked, so that caches have both row axes.
+# One opening group and two that are stacked: caches of one group and of two.
 CONFIG = ModelConfig(
     vocab_size=300,
     width=64,

@@ -1,5 +1,6 @@
 """The released model without memory: its parameter count, its tensors, its bytes."""
 
+import dataclasses
 import math
 
 import jax
@@ -136,8 +137,6 @@ def test_the_release_adds_up_to_its_index_to_the_byte():
 
 def test_what_the_release_keeps_in_float32_is_float32_in_bfloat16_storage(config):
     """T13, and k3-facts 2.2: the same seven kinds of tensor, whatever `param_dtype`."""
-    import dataclasses
-
     narrow = dataclasses.replace(config, param_dtype="bfloat16")
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
         make = lambda: K3(narrow, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731

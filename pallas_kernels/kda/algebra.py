@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import dot32
+
 TILE = 16
 BASE = 4
 
@@ -35,10 +37,10 @@ class Decay(NamedTuple):
 
 def product(eq, a, b, like):
     """einsum with operands in the dtype of `like`; sums in float32 (float64 for float64)."""
-    exact = None if like.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    out = jnp.promote_types(like.dtype, jnp.float32)
     a, b = a.astype(like.dtype), b.astype(like.dtype)
-    return jnp.einsum(eq, a, b, precision=exact, preferred_element_type=out)
+    if like.dtype == jnp.float64:
+        return jnp.einsum(eq, a, b, precision=jax.lax.Precision.HIGHEST)
+    return dot32(eq, a, b)
 
 
 def rounded(x, like):

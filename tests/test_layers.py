@@ -7,14 +7,14 @@ import pytest
 import tiny
 
 from k3_jax import config as config_module
-from k3_jax.layers.activation import situ_glu
 from k3_jax.layers.attn_res import AttnRes
 from k3_jax.layers.conv import short_conv
-from k3_jax.layers.kda import log_decay
 from k3_jax.layers.moe import Moe
-from k3_jax.layers.norm import gated_rms_norm, l2_norm, rms_norm
+from k3_jax.layers.norm import gated_rms_norm, rms_norm
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.state import Rows
+from pallas_kernels.kda.gate import l2_norm, log_decay
+from pallas_kernels.situ import situ_glu
 
 
 def placed(rows):

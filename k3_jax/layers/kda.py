@@ -7,22 +7,12 @@ from flax import nnx
 from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig
 from k3_jax.layers.conv import short_conv
-from k3_jax.layers.norm import gated_rms_norm, l2_norm
+from k3_jax.layers.norm import gated_rms_norm
 from k3_jax.state import KdaCache, Rows, fresh_kda
-from pallas_kernels import kda
+from pallas_kernels.kda import gated_kda
 from sharding import on_shards
 
 F32 = jnp.float32
-
-
-def log_decay(logit_BTHk, a_log_H, bias_Hk, lower_bound: float):
-    """lower_bound * sigmoid(exp(a_log) * (logit + bias)), float32. Report Eq. 5.
-
-    The natural log of each key channel's retention, in (lower_bound, 0).
-    """
-    return lower_bound * jax.nn.sigmoid(
-        jnp.exp(a_log_H)[:, None] * (logit_BTHk.astype(F32) + bias_Hk)
-    )
 
 
 def decay_bias(key, shape, dtype, out_sharding=None):
@@ -103,15 +93,8 @@ class Kda(nnx.Module):
         q, q_past = short_conv(q, q_taps, q_past, segments)
         k, k_past = short_conv(k, k_taps, k_past, segments)
         v, v_past = short_conv(v, v_taps, v_past, segments)
-        # One token goes through the recurrence, which keeps q and k in float32 (k3-facts 3.8).
-        dtype = F32 if q.shape[1] == 1 else q.dtype
-        o, state = kda(
-            (l2_norm(q) * q.shape[-1] ** -0.5).astype(dtype),
-            l2_norm(k).astype(dtype),
-            v.astype(dtype),
-            log_decay(logit, a_log, bias, self.config.kda.gate_lower_bound),
-            jax.nn.sigmoid(beta.astype(F32)),
-            state,
-            segments,
+        o, state = gated_kda(
+            *(q, k, v, logit, beta, a_log, bias, state, segments),
+            lower_bound=self.config.kda.gate_lower_bound,
         )
-        return o.astype(q.dtype), state, q_past, k_past, v_past
+        return o, state, q_past, k_past, v_past

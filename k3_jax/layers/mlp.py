@@ -4,7 +4,7 @@ from flax import nnx
 
 from k3_jax.axes import einsum, normal, weight
 from k3_jax.config import ModelConfig
-from k3_jax.layers.activation import situ_glu
+from pallas_kernels.situ import situ_glu
 
 
 class Mlp(nnx.Module):

@@ -6,11 +6,11 @@ from flax import nnx
 
 from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig
-from k3_jax.layers.activation import situ_glu
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import Rows
 from pallas_kernels.experts import grouped_matmul
+from pallas_kernels.situ import situ_glu
 from sharding import on_shards
 
 F32 = jnp.float32

@@ -20,9 +20,3 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, weight: jax.Array, eps: float)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     gated = x32 * scale * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
     return gated.astype(x.dtype)
-
-
-def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """x / sqrt(sum(x^2) + eps) over the last axis, in float32: a zero row stays zero."""
-    x32 = x.astype(jnp.float32)
-    return x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, axis=-1, keepdims=True) + eps)

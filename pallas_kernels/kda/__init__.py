@@ -1,12 +1,23 @@
 """Kimi Delta Attention: the door that every caller uses, whatever computes it."""
 
+import logging
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda.chunked import kda_chunked
+from pallas_kernels.kda.decode import kda_decode
+from pallas_kernels.kda.gate import l2_norm, log_decay
+from pallas_kernels.kda.mosaic import LANES, Raw, kda_mosaic
 from pallas_kernels.kda.reference import kda_reference
 
-IMPLS = {"chunked": kda_chunked, "reference": kda_reference}
+PLAIN = {"chunked": kda_chunked, "reference": kda_reference}
+IMPLS = (*PLAIN, "pallas")
+# The chunk forms split decays so that the exponents of 16 or 32 tokens stay in float32's range.
+LOWEST_BOUND = -5.0
+
+__all__ = ["gated_kda", "kda", "kda_decode"]
 
 
 def kda(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT, *, impl="auto"):
@@ -19,21 +30,75 @@ def kda(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT, *, im
     into the row's first document, each later one starts from zero. Pads may stand anywhere: they
     leave the state alone, give o = 0, and their inputs are never read and get zero gradients.
 
-    impl: "reference" (token by token), "chunked" (chunks, custom gradient), or "auto": the
-    recurrence for one token, chunks otherwise.
+    impl: "reference" (token by token), "chunked" (chunks in jnp, custom gradient), "pallas" (chunks
+    in TPU kernels; operands of products are rounded to bfloat16 whatever they come as, K and V are
+    multiples of 128), or "auto": the recurrence for one token; else "pallas" on a TPU, "chunked"
+    elsewhere and, told in the log, on a TPU for other K and V.
     Returns o_BTHv in v's dtype and the state after each row's last real token.
     Raises ValueError for an unknown impl and for shapes or dtypes that do not fit together.
     """
     _check(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT)
+    impl = _choose(impl, q_BTHk, v_BTHv)
+    real_BT, docs_BT = segments_BT != 0, _documents(segments_BT)
+    tokens = (q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH)
+    if impl == "pallas":
+        return kda_mosaic(*tokens, (), state_BHkv, docs_BT, real_BT)
+    tokens = (_keep_real(x, real_BT) for x in tokens)
+    o_BTHv, state_BHkv = PLAIN[impl](*tokens, state_BHkv, docs_BT)
+    return _keep_real(o_BTHv, real_BT), state_BHkv
+
+
+def gated_kda(
+    q_BTHk, k_BTHk, v_BTHv, logit_BTHk, beta_BTH, a_log_H, bias_Hk, state_BHkv, segments_BT,
+    *, lower_bound, impl="auto",
+):  # fmt: skip
+    """`kda` of l2_norm(q) / sqrt(K), l2_norm(k), v, log_decay(logit) and sigmoid(beta). Eq. 5.
+
+    log_decay = lower_bound sigmoid(e^a_log (logit + bias)). q, k, v, logit and beta are projections
+    of any float dtype, q, k, v of one; a_log, bias and state are float32. impl as in `kda`;
+    "pallas" does all of it in its kernels.
+    """
+    if not LOWEST_BOUND <= lower_bound < 0:
+        raise ValueError(
+            f"gated_kda: lower_bound={lower_bound} must lie in [{LOWEST_BOUND}, 0): exponents of "
+            "lower ones leave float32"
+        )
+    scale, impl = q_BTHk.shape[-1] ** -0.5, _choose(impl, q_BTHk, v_BTHv)
+    beta_BTH = beta_BTH.astype(state_BHkv.dtype)
+    if impl == "pallas":
+        g_BTHk = logit_BTHk.astype(jnp.float32)
+        _check(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT)
+        gates = (jnp.exp(a_log_H), bias_Hk)
+        tokens = (q_BTHk, k_BTHk, v_BTHv, logit_BTHk, beta_BTH)
+        raw = Raw(lower_bound, scale)
+        docs_BT = _documents(segments_BT)
+        return kda_mosaic(*tokens, gates, state_BHkv, docs_BT, segments_BT != 0, raw=raw)
+    # The recurrence, which single tokens go through, keeps q and k in float32 (k3-facts 3.8).
+    dtype = state_BHkv.dtype if impl == "reference" else q_BTHk.dtype
+    g_BTHk = log_decay(logit_BTHk, a_log_H, bias_Hk, lower_bound)
+    o_BTHv, state_BHkv = kda(
+        (l2_norm(q_BTHk) * scale).astype(dtype), l2_norm(k_BTHk).astype(dtype),
+        v_BTHv.astype(dtype), g_BTHk, jax.nn.sigmoid(beta_BTH), state_BHkv, segments_BT, impl=impl,
+    )  # fmt: skip
+    return o_BTHv.astype(v_BTHv.dtype), state_BHkv
+
+
+def _choose(impl, q_BTHk, v_BTHv):
     if impl == "auto":
-        impl = "reference" if q_BTHk.shape[1] == 1 else "chunked"
+        (_, T, _, K), V = q_BTHk.shape, v_BTHv.shape[-1]
+        return "reference" if T == 1 else _auto(jax.default_backend(), K, V)
     if impl not in IMPLS:
         raise ValueError(f"kda: impl={impl!r} is unknown; allowed are 'auto', {sorted(IMPLS)}")
-    real_BT = segments_BT != 0
-    tokens = (q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH)
-    tokens = (_keep_real(x, real_BT) for x in tokens)
-    o_BTHv, state_BHkv = IMPLS[impl](*tokens, state_BHkv, _documents(segments_BT))
-    return _keep_real(o_BTHv, real_BT), state_BHkv
+    return impl
+
+
+@cache
+def _auto(backend, K, V):
+    fits = not (K % LANES or V % LANES)
+    impl = "pallas" if backend == "tpu" and fits else "chunked"
+    reason = "" if fits else f": K={K}, V={V} are no multiples of {LANES}"
+    logging.getLogger(__name__).info("KDA on %s: %s%s", backend, impl, reason)
+    return impl
 
 
 @jax.custom_vjp

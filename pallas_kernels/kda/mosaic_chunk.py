@@ -1,0 +1,323 @@
+"""The algebra of one KDA chunk of one head, as the TPU kernels write it out.
+
+Everything is a [rows, lanes] matrix: C = 128 tokens of a chunk on rows, K or V channels on lanes.
+Products take bfloat16 operands and sum in float32, on a TPU and in the interpreter alike. Log
+decays are in units of log 2 and G is their running sum from the chunk's start.
+
+A chunk is cut into four tiles of R = 32 tokens. Inside a tile decays are split around its middle
+token: both factors stay within 2^(+-116) because a token's log decay is at least -5 (-7.22 in
+log 2), so one product serves a tile's queries and keys; against earlier tiles both are at most 1.
+
+The generators yield wherever the work of other heads may be written between: a TPU issues matrix
+products in program order, and the next one of a head waits some 240 cycles for the one before.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+CHUNK, TILE, BASE = 128, 32, 16
+LOG2E = 1.4426950408889634
+BF16, F32 = jnp.bfloat16, jnp.float32
+EPS = 1e-6
+TILES = [slice(i, i + TILE) for i in range(0, CHUNK, TILE)]
+
+
+def dot(a, b):
+    """a b"""
+    return _product(a, b, 1, 0)
+
+
+def dot_t(a, b):
+    """a b^T"""
+    return _product(a, b, 1, 1)
+
+
+def t_dot(a, b):
+    """a^T b"""
+    return _product(a, b, 0, 0)
+
+
+def _product(a, b, axis_a, axis_b):
+    dims = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a.astype(BF16), b.astype(BF16), dims, preferred_element_type=F32)
+
+
+def iota(shape, axis):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def running_sums(xs, refs, reverse=False):
+    """Inclusive sums over the rows of each x [C, K], left in its float32 ref.
+
+    Read with stride C / 8, eight runs of consecutive tokens lie on the eight rows of a register, so
+    that the sum along a run is plain additions. All loads come before all stores: the compiler
+    keeps their order, not knowing that they do not meet.
+    """
+    step, lanes = xs[0].shape[0] // 8, xs[0].shape[1]
+    order = range(step - 1, -1, -1) if reverse else range(step)
+    row = iota((8, lanes), 0)
+    for x, ref in zip(xs, refs, strict=True):
+        ref[...] = x
+    strided = [[ref[pl.ds(i, 8, stride=step), :] for i in order] for ref in refs]
+    out = []
+    for runs in strided:
+        for i in range(1, step):
+            runs[i] = runs[i] + runs[i - 1]
+        total = runs[-1]
+        for s in (1, 2, 4):
+            near = row < 8 - s if reverse else row >= s
+            total = total + jnp.where(near, pltpu.roll(total, 8 - s if reverse else s, 0), 0.0)
+        before = pltpu.roll(total, 7 if reverse else 1, 0)
+        before = jnp.where(row == (7 if reverse else 0), 0.0, before)
+        out.append([x + before for x in runs])
+    for runs, ref in zip(out, refs, strict=True):
+        for i, x in zip(order, runs, strict=True):
+            ref[pl.ds(i, 8, stride=step), :] = x
+
+
+class Masks(NamedTuple):
+    """What a chunk's documents allow; the same for all heads.
+
+    `pairs` [C, C] has 2 where token j is at or before i in the same document, less 1 at i = j, so
+    that queries see pairs > 0 and keys pairs > 1. `reach` and `left` [C, 1] are 1 where no document
+    begins between the chunk's start and the token, and between the token and the chunk's end;
+    `keep` [1, 1] where none begins in the chunk; `real` [C, 1] where the token is no pad.
+    """
+
+    pairs: jax.Array
+    reach: jax.Array
+    left: jax.Array
+    keep: jax.Array
+    real: jax.Array
+
+
+def masks(row_8C):
+    """From the rows of `mosaic.mask_rows`: document numbers, reach, left, keep, real."""
+    columns = jnp.swapaxes(row_8C, 0, 1)
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    same = columns[:, :1] == row_8C[:1]
+    pairs = jnp.where(same & (j <= i), jnp.where(j < i, 2, 1), 0)
+    return Masks(pairs, columns[:, 1:2], columns[:, 2:3], row_8C[3:4, :1], columns[:, 4:5])
+
+
+class Tile(NamedTuple):
+    """q, k [R, K] (normalised, q scaled) and beta [R, 1] of one tile in float32, and what norms
+    multiplied them by (None where they come normalised)."""
+
+    q: jax.Array
+    k: jax.Array
+    beta: jax.Array
+    norm_q: jax.Array | None = None
+    norm_k: jax.Array | None = None
+
+
+class Front(NamedTuple):
+    """What a head's chunk knows before it sees a state. b = beta k is the key that is written.
+
+    lhs[t] [2R, K] are tile t's rows of q and of k, decayed from the tile's middle; cols[t]
+    [(t+1)R, K] the rows of b up to tile t, decayed to it. read [2C, K] meets the state before the
+    chunk, write [C, K] makes the state after it, keep [1, K] is the decay of the whole chunk.
+    """
+
+    lhs: list
+    cols: list
+    read: jax.Array
+    write: jax.Array
+    keep: jax.Array
+
+
+class Decay(NamedTuple):
+    """Exponentials of one tile's decay, [R, K]: to its middle and from it, to the middles of the
+    later tiles, and from the chunk's start to the middle and from there to the chunk's end, zero
+    where a document begins on that way."""
+
+    row: jax.Array
+    col: jax.Array
+    across: list
+    start: jax.Array
+    end: jax.Array
+
+
+def decays(total, m: Masks):
+    """For each tile its slice and a function that makes its Decay; and the whole chunk's, [1, K].
+
+    `total` is a ref [C, K] of summed log2 decays.
+    """
+    middles = [total[t.start + TILE // 2 - 1 : t.start + TILE // 2, :] for t in TILES]
+    last = total[CHUNK - 1 : CHUNK, :]
+
+    def decay(n):
+        sums = total[TILES[n], :]
+        return Decay(
+            jnp.exp2(sums - middles[n]),
+            jnp.exp2(middles[n] - sums),
+            [jnp.exp2(x - sums) for x in middles[n + 1 :]],
+            jnp.exp2(middles[n]) * m.reach[TILES[n]],
+            jnp.exp2(last - middles[n]) * m.left[TILES[n]],
+        )
+
+    return decay, jnp.exp2(last) * m.keep
+
+
+def front(tokens, total, m: Masks):
+    """`tokens(t)` gives the Tile of slice t; total [C, K] is a ref of summed log2 decays. Written
+    tile by tile, which keeps few values alive at a time."""
+    decay, keep = decays(total, m)
+    lhs, cols, read_q, read_k, write = [], [[] for _ in TILES], [], [], []
+    for n, t in enumerate(TILES):
+        x, d = tokens(t), decay(n)
+        b = x.k * x.beta
+        rows_q, rows_k, own = x.q * d.row, x.k * d.row, b * d.col
+        lhs.append(jnp.concatenate([rows_q.astype(BF16), rows_k.astype(BF16)], 0))
+        cols[n].append(own.astype(BF16))
+        for later, across in enumerate(d.across, n + 1):
+            cols[later].append((b * across).astype(BF16))
+        read_q.append((rows_q * d.start).astype(BF16))
+        read_k.append((rows_k * d.start).astype(BF16))
+        write.append((own * d.end).astype(BF16))
+    cols = [jnp.concatenate(x, 0) for x in cols]
+    read, write = jnp.concatenate(read_q + read_k, 0), jnp.concatenate(write, 0)
+    return Front(lhs, cols, read, write, keep)
+
+
+def pairs(f: Front, m: Masks):
+    """P (bfloat16) and strictly lower L (float32), [C, C]: decayed products with earlier keys."""
+    rows_q, rows_k = [], []
+    for lhs, cols in zip(f.lhs, f.cols, strict=True):
+        a = dot_t(lhs, cols)
+        if cols.shape[0] < CHUNK:
+            a = jnp.concatenate([a, jnp.zeros((2 * TILE, CHUNK - cols.shape[0]), F32)], 1)
+        rows_q.append(a[:TILE])
+        rows_k.append(a[TILE:])
+    attend = jnp.where(m.pairs > 0, jnp.concatenate(rows_q, 0), 0).astype(BF16)
+    return attend, jnp.where(m.pairs > 1, jnp.concatenate(rows_k, 0), 0)
+
+
+def _diagonals(low, way):
+    """[16, 128] <-> its diagonals: row m of the result holds, at lane j, row (j mod 16) + m.
+
+    A barrel shift of rows by the lane's place in its block of 16. What wraps around is zero for a
+    strictly lower block, and for the inverse, whose diagonals end where the block does.
+    """
+    lane = iota(low.shape, 1)
+    for s in (1, 2, 4, 8):
+        low = jnp.where(lane & s != 0, pltpu.roll(low, s if way > 0 else BASE - s, 0), low)
+    return low
+
+
+def base_inverse(lows, scratch):
+    """(I + L)^-1 of the 16x16 diagonal blocks, exactly in float32, [16, 128] per head.
+
+    Forward substitution along diagonals on the vector unit: with l_m[j] = L[j + m, j] and
+    x_e[j] = X[j + e, j], x_e = -sum_(d < e) l_(e-d)[j + d] x_d. Lanes hold the 8 blocks' columns;
+    the heads of `lows` share rows, through `scratch` (a ref [2, heads, 16, 128]).
+    """
+    n, lane = len(lows), iota((BASE, CHUNK), 1) // BASE
+    for h, low in enumerate(lows):
+        slab = low[:BASE]
+        for b in range(1, CHUNK // BASE):
+            slab = jnp.where(lane == b, low[b * BASE : (b + 1) * BASE], slab)
+        scratch[0, h] = _diagonals(slab, -1)
+    yield
+    low_m = [scratch[0, :, m] for m in range(BASE)]
+    x = [jnp.ones((n, CHUNK), F32)]
+    for e in range(1, BASE):
+        acc = low_m[e]
+        for d in range(1, e):
+            acc = acc + pltpu.roll(low_m[e - d], CHUNK - d, 1) * x[d]
+        x.append(-acc)
+    for e in range(BASE):
+        scratch[1, :, e] = x[e]
+    yield
+    return [_diagonals(scratch[1, h], 1) for h in range(n)]
+
+
+def inverse(lows, bases):
+    """(I + L)^-1, bfloat16 [C, C] per head, from its 16x16 diagonal blocks by block doubling.
+
+    [[T11, 0], [-T22 L21 T11, T22]]; only the rows of every second block are streamed. Products also
+    fill blocks further left, which the selection drops.
+    """
+    i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+    own = i // BASE == j // BASE
+    invs = [
+        jnp.where(own, jnp.concatenate([x.astype(BF16)] * (CHUNK // BASE), 0), 0) for x in bases
+    ]
+    size = BASE
+    while size < CHUNK:
+        starts = range(size, CHUNK, 2 * size)
+
+        def later(x, starts=starts, size=size):
+            return jnp.concatenate([x[s : s + size] for s in starts], 0)
+
+        def spread(x, other, starts=starts, size=size):
+            strips = []
+            for n, s in enumerate(starts):
+                strips += [other[s - size : s], x[n * size : (n + 1) * size]]
+            return jnp.concatenate(strips, 0)
+
+        zero = jnp.zeros((CHUNK, CHUNK), BF16)
+        corner = [dot(later(low), x).astype(BF16) for low, x in zip(lows, invs, strict=True)]
+        yield
+        corner = [
+            dot(later(x), spread(c, zero)).astype(BF16) for x, c in zip(invs, corner, strict=True)
+        ]
+        yield
+        left = later(j) // size == later(i) // size - 1
+        invs = [spread(jnp.where(left, -c, later(x)), x) for x, c in zip(invs, corner, strict=True)]
+        size *= 2
+    return invs
+
+
+def column(x):
+    """[1, n] -> [n, 1]."""
+    return jnp.swapaxes(jnp.broadcast_to(x, (8, x.shape[1])), 0, 1)[:, :1]
+
+
+def row(column):
+    """[n, 1] -> [1, n]."""
+    return jnp.swapaxes(jnp.broadcast_to(column, (column.shape[0], 128)), 0, 1)[:1]
+
+
+class Back(NamedTuple):
+    """Gradients of a Front's fields."""
+
+    lhs: list
+    cols: list
+    read: jax.Array
+    write: jax.Array
+
+
+def front_grad(f: Front, b: Back, tokens, total, m: Masks):
+    """For each tile its Tile and the gradients of q, k and b = beta k, [R, K]; then the gradients
+    of the summed log decays [C, K] and, for the last of them, another [1, K].
+
+    A product over e^(G_i - G_j) gives G the row times the row's gradient at i, and takes the column
+    times its gradient at j; both with the factors as rounded for the product, so that pairs which
+    do not enclose a token cancel in that token's reverse sum.
+    """
+    decay, _ = decays(total, m)
+    last, out, dsums = 0, [], []
+    for n, t in enumerate(TILES):
+        d, x = decay(n), tokens(t)
+        dlhs_q, dlhs_k = b.lhs[n][:TILE], b.lhs[n][TILE:]
+        at_k = slice(CHUNK + t.start, CHUNK + t.stop)
+        dread_q, dread_k, dwrite = b.read[t], b.read[at_k], b.write[t]
+        dq = d.row * (dlhs_q + d.start * dread_q)
+        dk = d.row * (dlhs_k + d.start * dread_k)
+        db = d.col * (b.cols[n][t] + d.end * dwrite)
+        wrote = f.write[t].astype(F32) * dwrite
+        dsum = f.lhs[n][:TILE].astype(F32) * dlhs_q + f.lhs[n][TILE:].astype(F32) * dlhs_k
+        dsum = dsum + f.read[t].astype(F32) * dread_q + f.read[at_k].astype(F32) * dread_k
+        dsum = dsum - f.cols[n][t].astype(F32) * b.cols[n][t] - wrote
+        for later, across in enumerate(d.across, n + 1):
+            db = db + across * b.cols[later][t]
+            dsum = dsum - f.cols[later][t].astype(F32) * b.cols[later][t]
+        dsums.append(dsum)
+        last = last + jnp.sum(wrote, 0, keepdims=True)
+        out.append((x, dq, dk, db))
+    return out, jnp.concatenate(dsums, 0), last

@@ -1,0 +1,174 @@
+"""Chunked KDA on a TPU: the forward kernel."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.kda import mosaic_chunk as chunk
+from pallas_kernels.kda.mosaic_chunk import BF16, CHUNK, F32, LOG2E
+
+# A pad's projected decay: after the sigmoid it is exactly no decay. Finite in bfloat16.
+LOWEST = -3e38
+
+
+class Raw(NamedTuple):
+    """That q, k, decay and beta come as projected, and what makes them. Report, Eq. 5."""
+
+    lower_bound: float
+    scale: float
+
+
+class Plan(NamedTuple):
+    """How a kernel walks: `heads` and `chunks` per grid step, written in groups of `group` heads,
+    the next group begun `lag` rounds after the one before."""
+
+    heads: int
+    chunks: int
+    group: int
+    lag: int
+
+
+def lanes(ref, h, heads):
+    """The lanes of head h."""
+    width = ref.shape[-1] // heads
+    return slice(h * width, (h + 1) * width)
+
+
+def betas(ref, rows, raw):
+    """[C, heads]"""
+    beta = ref[0, 0, rows]
+    return 0.5 + 0.5 * jnp.tanh(0.5 * beta) if raw else beta
+
+
+def decays(refs, rows, h, heads, raw):
+    """Log2 decays of a head's chunk from the refs of g, rate and bias."""
+    g_ref, *gates = refs
+    g = g_ref[0, rows, lanes(g_ref, h, heads)].astype(F32)
+    if not raw:
+        return g * LOG2E
+    rate, bias = (ref[:, lanes(ref, h, heads)] for ref in gates)
+    # sigmoid(x) = (1 + tanh(x / 2)) / 2; the caller halves rate and bias.
+    half = raw.lower_bound * LOG2E / 2
+    return half + half * jnp.tanh(g * rate + bias)
+
+
+def load(refs, rows, h, heads, beta, raw):
+    """A function from a tile to its q, k and beta in float32, from the refs of q and k."""
+
+    @functools.cache
+    def tile(t):
+        at = slice(rows.start + t.start, rows.start + t.stop)
+        q, k = (ref[0, at, lanes(ref, h, heads)].astype(F32) for ref in refs)
+        if not raw:
+            return chunk.Tile(q, k, beta[t, h : h + 1])
+        norm_q, norm_k = inverse_norm(q) * raw.scale, inverse_norm(k)
+        return chunk.Tile(q * norm_q, k * norm_k, beta[t, h : h + 1], norm_q, norm_k)
+
+    return tile
+
+
+def values(ref, rows, h, heads):
+    return ref[0, rows, lanes(ref, h, heads)].astype(F32)
+
+
+def inverse_norm(x):
+    return jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) + chunk.EPS)
+
+
+def clear_pads(mask_ref, refs, fills):
+    """Rows of pads become `fill`, in the blocks that have any: they may hold anything, NaN too."""
+
+    @pl.when(jnp.min(mask_ref[0, :, 4]) < 1)
+    def _():
+        for c in range(mask_ref.shape[1]):
+            rows = slice(c * CHUNK, (c + 1) * CHUNK)
+            real = jnp.swapaxes(mask_ref[0, c], 0, 1)[:, 4:5] > 0
+            for ref, fill in zip(refs, fills, strict=True):
+                ref[0, rows] = jnp.where(real, ref[0, rows], jnp.asarray(fill, ref.dtype))
+
+
+def stagger(work, lag):
+    """Run generators (key, make) side by side, each begun `lag` rounds after the one before it.
+
+    `make(done)` gets the set of the keys of those that have ended.
+    """
+    work, live, done, turn = list(work), [], set(), 0
+    while work or live:
+        if work and turn % lag == 0:
+            key, make = work.pop(0)
+            live.append((key, make(done)))
+        # The newest first: they load, the oldest store, and a load waits for all stores before it.
+        for key, generator in reversed(list(live)):
+            try:
+                next(generator)
+            except StopIteration:
+                done.add(key)
+                live.remove((key, generator))
+        turn += 1
+
+
+def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, saves):
+    """One grid step: `plan.chunks` chunks of `plan.heads` heads; time is the last grid axis."""
+    gates, rest = (rest[:2], rest[2:]) if raw else ((), rest)
+    start_ref, o_ref, state_ref, *saved_ref, sums, scratch = rest
+    refs = (q_ref, k_ref, v_ref, g_ref, *gates)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state_ref[...] = start_ref[...]
+
+    clear_pads(mask_ref, refs[:4], (0, 0, 0, LOWEST if raw else 0))
+
+    def group(c, heads, slot, beta, m, done):
+        rows = slice(c * CHUNK, (c + 1) * CHUNK)
+        fronts = []
+        totals = [sums.at[c, h] for h in heads]
+        chunk.running_sums([decays(refs[3:], rows, h, plan.heads, raw) for h in heads], totals)
+        yield
+        for h in heads:
+            tokens = load(refs[:2], rows, h, plan.heads, beta, raw)
+            fronts.append(chunk.front(tokens, sums.at[c, h], m))
+            yield
+        both = [chunk.pairs(f, m) for f in fronts]
+        lows = [low for _, low in both]
+        yield
+        bases = yield from chunk.base_inverse(lows, scratch.at[slot])
+        inverses = yield from chunk.inverse([low.astype(BF16) for low in lows], bases)
+        while c and (c - 1, heads[0]) not in done:
+            yield
+        states = [state_ref[0, h] for h in heads]
+        if saves:
+            for h, s in zip(heads, states, strict=True):
+                saved_ref[0][0, c, h] = s.astype(BF16)
+        seen = [chunk.dot(f.read, s) for f, s in zip(fronts, states, strict=True)]
+        yield
+        rs = [
+            values(v_ref, rows, h, plan.heads) - x[CHUNK:] for h, x in zip(heads, seen, strict=True)
+        ]
+        us = [chunk.dot(t, r).astype(BF16) for t, r in zip(inverses, rs, strict=True)]
+        yield
+        os = [x[:CHUNK] + chunk.dot(p, u) for x, (p, _), u in zip(seen, both, us, strict=True)]
+        after = [
+            s * chunk.column(f.keep) + chunk.t_dot(f.write, u)
+            for s, f, u in zip(states, fronts, us, strict=True)
+        ]
+        for h, o, s in zip(heads, os, after, strict=True):
+            o_ref[0, rows, lanes(o_ref, h, plan.heads)] = o.astype(o_ref.dtype)
+            state_ref[0, h] = s
+
+    work = []
+    for c in range(plan.chunks):
+        rows = slice(c * CHUNK, (c + 1) * CHUNK)
+        m, beta = chunk.masks(mask_ref[0, c]), betas(beta_ref, rows, raw)
+        for i, first in enumerate(range(0, plan.heads, plan.group)):
+            heads = range(first, first + plan.group)
+            slot = c * (plan.heads // plan.group) + i
+
+            def make(done, c=c, heads=heads, slot=slot, beta=beta, m=m):
+                return group(c, heads, slot, beta, m, done)
+
+            work.append(((c, first), make))
+    stagger(work, plan.lag)

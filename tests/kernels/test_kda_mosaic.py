@@ -1,0 +1,189 @@
+"""The TPU kernels of KDA, interpreted on a CPU, against the token recurrence in float64.
+
+Products take bfloat16 operands in the interpreter too, so that errors here are those of a matrix
+unit. A tolerance of 1 % covers them: each operand is rounded by at most 2^-9 = 0.2 %, and two or
+three roundings follow each other (0.2 to 0.5 % is seen). Two gradients have less left: that of beta
+is the part along k of one that has 128 directions, about a tenth of it, and that of a_log is one
+sum over all tokens and channels, of both signs. They get 5 % (up to 3.2 % is seen).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kda_inputs import BOUND, cotangents, error, exact, projected, pulled
+
+from pallas_kernels.kda import _documents, gated_kda, kda
+from pallas_kernels.kda.mosaic import Plan, Raw, kda_mosaic, plan_for, vmem_bytes
+
+ROUNDING = 1e-2
+WEAK = {"beta": 5e-2, "a_log": 5e-2}
+ONE = (Plan(1, 1, 1, 1),) * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    """An unrolled kernel is a long program for a CPU; and float64 for the oracle."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def gated(q, k, v, logit, beta, a_log, bias, state, segments, *, plans=ONE, interpret=True):
+    """`gated_kda(impl="pallas")`, interpreted."""
+    gates, raw = (jnp.exp(a_log), bias), Raw(BOUND, q.shape[-1] ** -0.5)
+    tokens = (q, k, v, logit, beta.astype(jnp.float32))
+    docs, real = _documents(segments), segments != 0
+    return kda_mosaic(*tokens, gates, state, docs, real, raw=raw, plans=plans, interpret=interpret)
+
+
+@jax.jit
+def interpreted(x, grads, segments):
+    return pulled(gated, x, grads, segments)
+
+
+def compare(x, segments, tolerance=ROUNDING, run=interpreted, **tolerances):
+    """Everything that comes out, for the tokens that are real."""
+    segments = jnp.asarray(segments, jnp.int32).reshape(x["q"].shape[:2])
+    grads, real = cotangents(x), np.asarray(segments != 0)
+    dirty = {n: poisoned(x[n], real) if n in TOKENS else x[n] for n in x}
+    got = run(dirty, (poisoned(grads[0], real), grads[1]), segments)
+    clean = {n: jnp.where(widened(real, x[n]), x[n], 0) if n in TOKENS else x[n] for n in x}
+    want = exact(clean, (jnp.where(widened(real, grads[0]), grads[0], 0), grads[1]), segments)
+    for name in want:
+        assert error(got[name], want[name]) < (WEAK | tolerances).get(name, tolerance), name
+    for name in ("o", *TOKENS):
+        assert not np.any(np.asarray(got[name], np.float32)[~real]), name
+    return got
+
+
+TOKENS = ("q", "k", "v", "logit", "beta")
+
+
+def widened(real, x):
+    return jnp.asarray(real).reshape(real.shape + (1,) * (x.ndim - 2))
+
+
+def poisoned(x, real):
+    return jnp.where(widened(real, x), x, jnp.nan)
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 130, 256])
+def test_any_length_with_nan_after_the_last_token(T):
+    """T03, T06, T30: o, the state and every gradient; what stands after T reaches nothing."""
+    compare(projected(256, seed=T), [1] * T + [0] * (256 - T))
+
+
+@pytest.mark.parametrize("decay", [-12.0, 0.0, 5.0])
+def test_gates_from_nearly_keeping_to_the_bound(decay):
+    """T02: log decays of about -3e-5, -2.5 and -4.97."""
+    compare(projected(256, decay=decay), [1] * 256)
+
+
+def test_a_gate_at_the_bound_has_no_gradient_left():
+    """T02: log decays of exactly -5; the gate's gradients, e^-40 in truth, are rounding (1e-7)."""
+    gates = dict.fromkeys(("logit", "a_log", "bias"), np.inf)
+    got = compare(projected(256, decay=40.0), [1] * 256, **gates)
+    for name in gates:
+        assert np.max(np.abs(np.asarray(got[name], np.float32))) < 1e-4, name
+
+
+def test_documents_begin_and_end_anywhere():
+    """T07: documents of length 1, of a chunk and across one, with pads between; no leak."""
+    lengths = [1, 1, 30, 1, 95, 64, 3, 20, 41]
+    segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    segments[140:150] = 0
+    compare(projected(256), segments)
+
+
+@pytest.mark.parametrize("alike", ["repeated", "similar"])
+def test_keys_that_are_alike(alike):
+    """T01: one key again and again (or nearly), beta near 1 and no decay: the inverse stays small.
+
+    Outputs come from differences of nearly equal values, so a rounding of 2^-9 weighs more: up to
+    4.9 % is seen in v's gradient, and 15 % in beta's, the part along keys that all point one way.
+    """
+    x = projected(256, decay=-14.0)
+    noise = 0 if alike == "repeated" else 0.05
+    x["k"] = (x["k"][:, :1] + noise * x["k"]).astype(x["k"].dtype)
+    x["beta"] = x["beta"] + 6
+    compare(x, [1] * 256, tolerance=0.08, beta=0.25)
+
+
+def test_float32_inputs_and_a_ragged_length():
+    """T = 130 fills two steps of one chunk inside; float32 operands are rounded in the products."""
+    compare(projected(130, dtype=jnp.float32), [1] * 130)
+
+
+def test_heads_and_chunks_side_by_side_are_each_alone():
+    """Two rows, four heads in two groups, two chunks a step, T = 300: as one head at a time."""
+    plans = (Plan(4, 2, 2, 2), Plan(2, 2, 2, 1))
+    x, segments = projected(300, B=2, H=4), np.repeat([[1, 2], [3, 3]], 150, axis=1)
+    run = jax.jit(partial(pulled, partial(gated, plans=plans)))
+    compare(x, segments, run=run)
+
+
+def test_no_race_and_nothing_read_that_was_not_written():
+    """The careful interpreter: scratch and outputs begin as NaN, a race raises."""
+    careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+    run = jax.jit(partial(pulled, partial(gated, interpret=careful)))
+    compare(projected(130), [1] * 60 + [2] * 70, run=run)
+
+
+def test_log_decays_and_normalised_keys_as_input():
+    """`kda`'s own arguments, K = V = 128: the kernel without norms and gate, against `kda`."""
+    x = projected(130)
+    q, k = (x[n].astype(jnp.float32) for n in ("q", "k"))
+    q, k = (y / jnp.linalg.norm(y, axis=-1, keepdims=True) for y in (q / 128**0.5, k))
+    g, beta = -5 * jax.nn.sigmoid(x["logit"].astype(jnp.float32)), jax.nn.sigmoid(x["beta"])
+    segments = jnp.asarray([1] * 70 + [0] * 10 + [2] * 50, jnp.int32)[None]
+    args = (q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), x["v"], g, beta.astype(jnp.float32))
+
+    def kernel(*args):
+        docs, real = _documents(segments), segments != 0
+        return kda_mosaic(*args[:5], (), args[5], docs, real, plans=ONE, interpret=True)
+
+    def oracle(*args):
+        return kda(*args, segments, impl="reference")
+
+    grads = cotangents(x)
+    got, want = [], []
+    for out, f, dtype in ((got, kernel, None), (want, oracle, jnp.float64)):
+        cast = [a.astype(dtype or a.dtype) for a in (*args, x["state"], *grads)]
+        made, pull = jax.vjp(jax.jit(f), *cast[:6])
+        out += [*made, *pull((cast[6], cast[7]))]
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < ROUNDING
+
+
+def test_widths_that_no_kernel_takes_are_refused():
+    """K = 64: the message says what is allowed and what takes it."""
+    x = projected(8, d=64)
+    segments = jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="multiples of 128, got K=64 and V=64; impl='chunked'"):
+        gated_kda(*x.values(), segments, lower_bound=BOUND, impl="pallas")
+    with pytest.raises(ValueError, match="lower_bound=-6"):
+        gated_kda(*x.values(), segments, lower_bound=-6.0)
+
+
+class Chip:
+    """What a plan asks of `pltpu.get_tpu_info()`."""
+
+    def __init__(self, num_cores, mib):
+        self.num_cores, self.vmem_capacity_bytes = num_cores, mib << 20
+
+
+@pytest.mark.parametrize(("cores", "mib"), [(1, 128), (1, 64), (2, 64)])
+@pytest.mark.parametrize("heads", [1, 4, 12, 24, 7])
+def test_plans_divide_the_heads_and_fit_the_chip(cores, mib, heads):
+    for backward in (False, True):
+        plan = plan_for(8192, heads, 128, 128, 2, backward, Chip(cores, mib))
+        assert heads % plan.heads == 0 and plan.heads % plan.group == 0
+        assert vmem_bytes(plan, 128, 128, 2, backward) <= mib << 20
+    with pytest.raises(ValueError, match="bytes of VMEM"):
+        plan_for(8192, heads, 128, 128, 2, True, Chip(cores, 1))

@@ -6,12 +6,13 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import batched, blocks, reference
+from pallas_kernels.experts import batched, blocks, mxfp4, mxfp4_reference, reference
+from pallas_kernels.experts.mxfp4 import from_released
 
 FORMS = {"blocks": blocks, "batched": batched}
 IMPLS = ("auto", *FORMS, "ragged", "reference")
 
-__all__ = ["grouped_matmul"]
+__all__ = ["from_released", "grouped_matmul", "grouped_matmul_mxfp4"]
 
 
 def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=None):
@@ -43,6 +44,26 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     )
     in_group_N1 = (jnp.arange(x_NL.shape[0]) < sizes_E.sum())[:, None]
     return jnp.where(in_group_N1, y_NF, 0.0).astype(dtype)
+
+
+def grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, *, impl="auto", out_dtype=None):
+    """y_n = x_n w_e with packed weights, as `from_released` lays them out; nothing widens them.
+
+    impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "reference" widens
+    one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere.
+    out_dtype: bfloat16 if None, or float32. Not differentiable.
+    """
+    if impl == "auto":
+        impl = "pallas" if jax.default_backend() == "tpu" else "reference"
+    if impl == "pallas":
+        return mxfp4.grouped_matmul_mxfp4(
+            x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype=out_dtype
+        )
+    if impl != "reference":
+        raise ValueError(f"grouped_matmul_mxfp4: impl={impl!r} is not auto, pallas or reference")
+    out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    mxfp4.check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
+    return mxfp4_reference.grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

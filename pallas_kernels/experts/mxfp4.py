@@ -1,0 +1,340 @@
+"""Grouped matmul on a TPU with weights that stay packed MXFP4 until they are in VMEM.
+
+Weights lie in memory as `from_released` leaves them, once, at load: inputs on rows, outputs on
+lanes, and byte r of a column holds the codes of rows r and L/2 + r with their bits moved:
+
+    bit   7                6 5 4                     3 2 1              0
+          sign of row r    magnitude of row L/2+r    magnitude of r     sign of row L/2+r
+
+Row r is then one mask away from being a float8_e5m2 (s 000 ee m0), the other row two shifts more:
+E2M1 and E5M2 differ by the factor 2^14 and in nothing else, the subnormal code 0.5 included (that
+the chip keeps E5M2's subnormals is what its other float8 conversions rest on as well). The chip
+widens E5M2 in one instruction, and 32 rows of E5M2 are one tile and one block of a scale, so a
+scale is a product with one broadcast row.
+
+Exact for scale bytes 2..240 (2^-125 to 2^113). Smaller ones lose products below bfloat16's normal
+range, which a TPU flushes to 0; larger ones, and 255 (NaN), act as 240.
+
+Modelled for 14 experts of L=3584, F=3072 with groups that end anywhere, us, for 1 | 8 | 64 | 512
+rows an expert; below it the same product with bfloat16 weights on the same schedule, or for few
+rows the time of reading them:
+    v6e      81 |  91 | 119 | 293    tpu7x    47 |  50 |  65 | 206    v5p      55 |  64 | 103 | 423
+            188 | 189 | 196 | 336             84 |  84 |  87 | 222            112 | 112 | 116 | 422
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BLOCK = 32  # inputs that share a scale
+LANES = 128
+E5M2_SHIFT = 14  # E5M2's exponent bias less E2M1's
+SMALL_X = 8 << 20  # bytes
+LARGEST_SCALE = 240  # + E5M2_SHIFT is the largest finite exponent
+
+
+def from_released(packed_EFl, scales_EFj):
+    """The released bytes in the kernel's order: packed [E,L/2,F] and scales [E,L/32,F], uint8.
+
+    Released: byte i of an output holds inputs 2i (low nibble) and 2i + 1. Lossless and the same
+    size; runs under jit. Raises ValueError for shapes that do not belong together.
+    """
+    E, F, half = packed_EFl.shape
+    if half % BLOCK or scales_EFj.shape != (E, F, half * 2 // BLOCK):
+        raise ValueError(
+            f"from_released: packed {packed_EFl.shape} must be [E,F,L/2] with L a multiple of "
+            f"{2 * BLOCK}, and scales [E,F,L/{BLOCK}]; got {scales_EFj.shape}"
+        )
+    codes_EFL = jnp.stack([packed_EFl & 15, packed_EFl >> 4], axis=-1).reshape(E, F, 2 * half)
+    first, second = codes_EFL[..., :half], codes_EFL[..., half:]
+    signs = (first & 8) << 4 | second >> 3
+    magnitudes = (first & 7) << 1 | (second & 7) << 4
+    return jnp.swapaxes(signs | magnitudes, 1, 2), jnp.swapaxes(scales_EFj, 1, 2)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of one grid step.
+
+    rows: rows of x that are multiplied. x_rows: rows of x that are held, `rows` or all of them.
+    columns: outputs. slab: bytes of a column that are unpacked together.
+    generation: of the chip; from 6 on vectors are multiplied in bfloat16, before in float32, and
+    the matrix unit takes weights from registers without a change of layout.
+    """
+
+    rows: int
+    x_rows: int
+    columns: int
+    slab: int
+    generation: int
+
+
+def vmem_bytes(rows, x_rows, columns, L, out_bytes):
+    """VMEM of one grid step. What the pipeline moves is held twice."""
+    moved = (
+        L // 2 * columns  # packed
+        + -(-L // BLOCK // 32) * 32 * columns  # scales, in tiles of 32 rows
+        + x_rows * L * 2  # x
+        + rows * columns * out_bytes  # y
+    )
+    kept = (
+        L * columns * 2  # widened weights
+        + L // BLOCK * columns * 4  # scale words
+        + 2 * rows * columns * 4  # the sum, and the product being added to it
+    )
+    return 2 * moved + kept
+
+
+def choose(N, E, L, F, out_bytes, chip):
+    """Blocks for a chip (`pltpu.get_tpu_info()`). Raises ValueError if nothing fits its VMEM.
+
+    At least two column blocks where possible: a v5p splits them over its two cores. A small x is
+    held whole, so that it is read once and not once per column block.
+    """
+    # Rows half as many as the matrix unit is wide take as long as loading its weights, and fewer
+    # hardly less. Twice as many run 3 to 8 % faster a row, and leave a group's last block emptier.
+    mxu = chip.mxu_column_size
+    most = mxu if N >= 8 * mxu * E else mxu // 2
+    rows = min(most, max(16, pl.next_power_of_2(8 * -(-N // E))), -(-N // 16) * 16)
+    all_rows = -(-N // rows) * rows
+    x_rows = all_rows if all_rows * L * 2 <= SMALL_X else rows
+    slab = next((s for s in (256, 128) if L % (2 * s) == 0), None)
+    if slab is None or F % LANES:
+        raise ValueError(
+            f"grouped_matmul_mxfp4: L={L} must be a multiple of 256 and F={F} of {LANES}"
+        )
+    budget = chip.vmem_capacity_bytes * 3 // 4
+    widest = max(LANES, F // 2)
+    fits = [
+        c
+        for c in range(LANES, widest + 1, LANES)
+        if F % c == 0 and vmem_bytes(rows, x_rows, c, L, out_bytes) <= budget
+    ]
+    if not fits:
+        need = vmem_bytes(rows, x_rows, LANES, L, out_bytes)
+        raise ValueError(
+            f"grouped_matmul_mxfp4: {x_rows} rows of L={L} and {LANES} columns need {need} bytes "
+            f"of VMEM; {budget} of {chip.vmem_capacity_bytes} may be used"
+        )
+    return Blocks(rows, x_rows, max(fits), slab, chip.generation)
+
+
+def visits(sizes_E, N, rows):
+    """Which expert meets which block of rows, in order: (expert, block, first row, end row) [V].
+
+    Consecutive visits share a block, an expert or neither. Blocks after the last group are
+    visited once with no rows, so that they can be zeroed; visits that are left over repeat the
+    last block with no rows.
+    """
+    E, n_blocks = sizes_E.shape[0], -(-N // rows)
+    e_E, v = (jnp.arange(n, dtype=sizes_E.dtype) for n in (E, n_blocks + E - 1))
+    ends_E = jnp.cumsum(sizes_E)
+    starts_E = ends_E - sizes_E
+    count_E = jnp.where(sizes_E > 0, (ends_E - 1) // rows - starts_E // rows + 1, 0)
+    visit_ends_E = jnp.cumsum(count_E)
+    visit_starts_E = visit_ends_E - count_E
+    # Sums over a mask: gathers of a few numbers would be a program each.
+    is_of_VE = (v[:, None] >= visit_starts_E) & (v[:, None] < visit_ends_E)
+    expert, start, end, offset = (
+        jnp.where(is_of_VE, x_E, 0).sum(axis=1, dtype=sizes_E.dtype)
+        for x_E in (e_E, starts_E, ends_E, starts_E // rows - visit_starts_E)
+    )
+    is_real = v < visit_ends_E[-1]
+    empty = -(-ends_E[-1] // rows) - visit_ends_E[-1]
+    block = jnp.minimum(v + jnp.where(is_real, offset, empty), n_blocks - 1)
+    # Past the last visit stays the last expert that has rows: its weights need no new copy.
+    expert = jnp.where(is_real, expert, jnp.max(jnp.where(sizes_E > 0, e_E, 0)))
+    return expert, block, jnp.maximum(start, block * rows), jnp.minimum(end, (block + 1) * rows)
+
+
+def grouped_matmul_mxfp4(
+    x_NL, packed_ELF, scales_ELF, sizes_E, *, out_dtype=None, blocks=None, interpret=False
+):
+    """y_n = x_n w_e for the rows n of group e, w_e = E2M1(packed_e) 2^(scales_e - 127).
+
+    x is bfloat16; packed uint8 [E,L/2,F] and scales uint8 [E,L/32,F] as `from_released` returns
+    them; sizes_E int32. Groups as in `grouped_matmul`: any may be empty, rows after the last give
+    0. Weights are widened in VMEM to bfloat16, exactly, once per expert and block of columns,
+    however many rows the expert has; sums are float32. out_dtype: bfloat16 if None, or float32.
+    Not differentiable. Under `shard_map` with check_vma=True all operands may vary differently.
+    blocks: chosen for the chip at hand if None. Raises ValueError for what does not fit.
+    """
+    out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
+    (N, L), (E, _, F) = x_NL.shape, packed_ELF.shape
+    if N == 0:
+        return jnp.zeros((0, F), out_dtype)
+    if blocks is None:
+        blocks = choose(N, E, L, F, out_dtype.itemsize, pltpu.get_tpu_info())
+    operands = (*visits(sizes_E, N, blocks.rows), x_NL, packed_ELF, scales_ELF)
+    axes = frozenset().union(*(_varying(a) for a in operands))
+    operands = [_vary(a, axes) for a in operands]
+    out_type = jax.ShapeDtypeStruct(
+        (N, F), out_dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
+    )
+    return _call(blocks, out_type, interpret, *operands)
+
+
+def _call(blocks, out_type, interpret, *operands):
+    n_visits, (x_NL, packed_ELF, _) = operands[0].shape[0], operands[4:]
+    L, F = x_NL.shape[1], packed_ELF.shape[2]
+    rows, x_rows, columns = blocks.rows, blocks.x_rows, blocks.columns
+    need = vmem_bytes(rows, x_rows, columns, L, out_type.dtype.itemsize)
+    return pl.pallas_call(
+        partial(_kernel, blocks=blocks),
+        name="grouped_matmul_mxfp4",
+        out_shape=out_type,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(F // columns, n_visits),
+            # e and b: the expert and the block of rows of each visit v.
+            in_specs=[
+                pl.BlockSpec((x_rows, L), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0)),
+                pl.BlockSpec((None, L // 2, columns), lambda f, v, e, *_: (e[v], 0, f)),
+                pl.BlockSpec((None, L // BLOCK, columns), lambda f, v, e, *_: (e[v], 0, f)),
+            ],
+            out_specs=pl.BlockSpec((rows, columns), lambda f, v, e, b, *_: (b[v], f)),
+            scratch_shapes=scratch(blocks, L),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=need * 4 // 3
+        ),
+        interpret=interpret,
+    )(*operands)
+
+
+def scratch(blocks, L):
+    """Widened weights, and a word for each scale."""
+    return [
+        # Two rows a word spare the chips that can use it a change of layout at each store.
+        pltpu.VMEM((L // 2, blocks.columns), jnp.int32)
+        if blocks.generation >= 6
+        else pltpu.VMEM((L, blocks.columns), jnp.bfloat16),
+        pltpu.VMEM((L // BLOCK, blocks.columns), jnp.int32),
+    ]
+
+
+def _kernel(
+    expert_V, block_V, low_V, high_V, x_ref, packed_ref, scales_ref, y_ref, w_ref, word_ref,
+    *, blocks,
+):  # fmt: skip
+    v = pl.program_id(1)
+    low, high = low_V[v], high_V[v]
+    before = jnp.maximum(v - 1, 0)
+    is_new_expert = (v == 0) | (expert_V[v] != expert_V[before])
+    is_new_block = (v == 0) | (block_V[v] != block_V[before])
+    has_rows = low < high
+    # 0 unless all of x is held.
+    first = pl.multiple_of(block_V[v] * blocks.rows % blocks.x_rows, blocks.rows)
+    x_ref = x_ref.at[pl.ds(first, blocks.rows)]
+
+    def put(y):
+        @pl.when(high - low == blocks.rows)
+        def _():
+            y_ref[...] = y.astype(y_ref.dtype)
+
+        @pl.when(high - low < blocks.rows)
+        def _():
+            row = block_V[v] * blocks.rows + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
+            # Rows of other groups, of x's end and of no group: 0 until their own visit.
+            others = jnp.where(is_new_block, 0.0, y_ref[...].astype(jnp.float32))
+            y_ref[...] = jnp.where((row >= low) & (row < high), y, others).astype(y_ref.dtype)
+
+    @pl.when(has_rows & is_new_expert)
+    def _():
+        put(_multiply_and_widen(x_ref, packed_ref, scales_ref, w_ref, word_ref, blocks))
+
+    @pl.when(has_rows & ~is_new_expert)
+    def _():
+        put(_dot(x_ref[...], _as_rows(w_ref[...])))
+
+    @pl.when(~has_rows & is_new_block)
+    def _():
+        y_ref[...] = jnp.zeros_like(y_ref)
+
+
+def _multiply_and_widen(x_ref, packed_ref, scales_ref, w_ref, word_ref, blocks):
+    """x w, leaving w in w_ref. Unrolled: unpacking a slab hides behind the slab before it."""
+    half, slab = packed_ref.shape[0], blocks.slab
+    exponents = jnp.minimum(scales_ref[...].astype(jnp.int32), LARGEST_SCALE) + E5M2_SHIFT
+    # A float32 power of two; for bfloat16 arithmetic the same number twice in a word.
+    word_ref[...] = exponents << 23 | (exponents << 7 if blocks.generation >= 6 else 0)
+    y = None
+    for r in range(0, half, slab):
+        words = pltpu.bitcast(packed_ref[r : r + slab, :], jnp.uint32)
+        magnitudes, signs = jnp.uint32(0x0E0E0E0E), jnp.uint32(0x80808080)
+        for at, e5m2 in (
+            (r, words & (magnitudes | signs)),
+            (half + r, words >> 3 & magnitudes | words << 7 & signs),
+        ):
+            w = _scale(e5m2, word_ref, at // BLOCK, blocks.generation)
+            if w_ref.dtype == jnp.bfloat16:
+                w_ref[at : at + slab, :] = w
+                # Through memory, which is the cheaper change of layout.
+                w = w_ref[at : at + slab, :]
+            else:
+                w_ref[at // 2 : (at + slab) // 2, :] = pltpu.bitcast(w, jnp.int32)
+            part = _dot(x_ref[:, at : at + slab], w)
+            y = part if y is None else y + part
+    return y
+
+
+def _scale(words, word_ref, first, generation):
+    """[slab/4, columns] words of four E5M2 rows each -> scaled bfloat16 [slab, columns]."""
+    columns = words.shape[1]
+    dtype, sublanes = (jnp.bfloat16, 16) if generation >= 6 else (jnp.float32, 8)
+    scaled = []
+    for j in range(words.shape[0] * 4 // BLOCK):
+        block = pltpu.bitcast(words[j * BLOCK // 4 : (j + 1) * BLOCK // 4], jnp.float8_e5m2)
+        row = jnp.broadcast_to(word_ref[first + j : first + j + 1, :], (8, columns))
+        block = block.astype(dtype).reshape(BLOCK // sublanes, sublanes, columns)
+        block = block * pltpu.bitcast(row, dtype)[None]
+        scaled.append(block.reshape(BLOCK, columns).astype(jnp.bfloat16))
+    return jnp.concatenate(scaled, axis=0)
+
+
+def _as_rows(w):
+    return w if w.dtype == jnp.bfloat16 else pltpu.bitcast(w, jnp.bfloat16)
+
+
+def _dot(x, w):
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def _varying(x):
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary(x, axes):
+    missing = tuple(axes - _varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype):
+    door = "grouped_matmul_mxfp4"
+    shapes = f"x {x_NL.shape}, packed {packed_ELF.shape}, scales {scales_ELF.shape}"
+    if (x_NL.ndim, packed_ELF.ndim, scales_ELF.ndim, sizes_E.ndim) != (2, 3, 3, 1):
+        raise ValueError(
+            f"{door}: shapes must be [N,L], [E,L/2,F], [E,L/{BLOCK},F], [E]; "
+            f"got {shapes}, sizes {sizes_E.shape}"
+        )
+    (_, L), (E, half, F) = x_NL.shape, packed_ELF.shape
+    if half * 2 != L or scales_ELF.shape != (E, L // BLOCK, F) or sizes_E.shape != (E,):
+        raise ValueError(
+            f"{door}: L={L} of x asks for packed [E,{L // 2},F], scales [E,{L // BLOCK},F] and "
+            f"sizes [E]; got {shapes}, sizes {sizes_E.shape}"
+        )
+    if x_NL.dtype != jnp.bfloat16 or out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"{door}: x must be bfloat16 and out_dtype bfloat16 or float32; "
+            f"got {x_NL.dtype} and {out_dtype}"
+        )
+    if not packed_ELF.dtype == scales_ELF.dtype == jnp.uint8 or sizes_E.dtype != jnp.int32:
+        raise ValueError(
+            f"{door}: packed and scales must be uint8 and sizes int32; "
+            f"got {packed_ELF.dtype}, {scales_ELF.dtype}, {sizes_E.dtype}"
+        )

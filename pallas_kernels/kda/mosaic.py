@@ -186,6 +186,9 @@ def _call(kernel, name, named, out, plan, sizes, reverse, interpret):
 
 
 VMEM_LIMIT = 60 << 20
+# By the chip's generation: v5p, v6e, tpu7x.
+FORWARD = {5: Plan(6, 4, 3, 2), 6: Plan(6, 4, 6, 3), 7: Plan(12, 4, 4, 3)}
+BACKWARD = Plan(6, 2, 6, 2)
 
 
 def vmem_bytes(plan, K, V, itemsize, backward):
@@ -206,21 +209,23 @@ def vmem_bytes(plan, K, V, itemsize, backward):
 def plan_for(T, H, K, V, itemsize, backward, chip):
     """The walk of a kernel on a chip (`pltpu.get_tpu_info()`).
 
-    Up to six heads a step, a number that divides H, all in one group: that many hide the wait for a
-    product, and more spill. Then as many chunks as the tokens fill and VMEM holds, up to 4 forward
-    and 2 backward: a step's start and end, where few heads are at work, weigh less, until
-    spills do (modelled on v6e in cycles per chunk and head: forward 6 heads x 4 chunks 508,
-    12 x 4 515; backward 6 x 2 1326, 6 x 4 1550, 12 x 2 1474). The lag is found by trial, as the
-    order of writing leads the compiler's scheduler (forward 1, 2, 3, 4: 537, 520, 508, 598;
-    backward 2, 3, 6: 1326, 1434, 1378).
+    The walks are found by trial, for the order of writing leads the compiler's scheduler: several
+    heads hide each other's waits for a product, and many chunks the start and end of a step, until
+    what does not fit in registers goes to VMEM and back too often. Modelled in cycles per chunk and
+    head: v6e forward 508 (6 heads x 4 chunks; 12 x 4 515; lag 1, 2, 4: 537, 520, 598) and backward
+    1326 (6 x 2; 6 x 4 1550, 12 x 2 1474, lag 3 1434); tpu7x forward 538 (12 x 4 in groups of 4;
+    6 x 4 666); v5p forward 749 (groups of 3; of 6 783). Heads must divide H, chunks fill the tokens
+    and all fit VMEM, so that fewer of them may be taken.
     """
     budget = min(chip.vmem_capacity_bytes, VMEM_LIMIT) * 2 // 3
-    divisors = [n for n in range(min(6, H), 0, -1) if H % n == 0]
+    best = BACKWARD if backward else FORWARD.get(chip.generation, FORWARD[6])
+    divisors = [n for n in range(min(best.heads, H), 0, -1) if H % n == 0]
     # Cores share the blocks of heads, so their number goes into that of the blocks where it can.
     shared = [n for n in divisors if H // n % chip.num_cores == 0]
     for heads in shared or divisors:
-        for chunks in (2, 1) if backward else (4, 2, 1):
-            plan = Plan(heads, chunks, heads, 2 if backward else 3)
+        group = next(n for n in range(best.group, 0, -1) if heads % n == 0)
+        for chunks in (n for n in (4, 2, 1) if n <= best.chunks):
+            plan = Plan(heads, chunks, group, best.lag)
             fills = chunks == 1 or (chunks - 1) * CHUNK < T
             if fills and vmem_bytes(plan, K, V, itemsize, backward) <= budget:
                 return plan

@@ -174,16 +174,17 @@ def test_widths_that_no_kernel_takes_are_refused():
 class Chip:
     """What a plan asks of `pltpu.get_tpu_info()`."""
 
-    def __init__(self, num_cores, mib):
-        self.num_cores, self.vmem_capacity_bytes = num_cores, mib << 20
+    def __init__(self, generation, num_cores, mib):
+        self.generation, self.num_cores = generation, num_cores
+        self.vmem_capacity_bytes = mib << 20
 
 
-@pytest.mark.parametrize(("cores", "mib"), [(1, 128), (1, 64), (2, 64)])
+@pytest.mark.parametrize("chip", [Chip(6, 1, 128), Chip(7, 1, 64), Chip(5, 2, 64)])
 @pytest.mark.parametrize("heads", [1, 4, 12, 24, 7])
-def test_plans_divide_the_heads_and_fit_the_chip(cores, mib, heads):
+def test_plans_divide_the_heads_and_fit_the_chip(chip, heads):
     for backward in (False, True):
-        plan = plan_for(8192, heads, 128, 128, 2, backward, Chip(cores, mib))
+        plan = plan_for(8192, heads, 128, 128, 2, backward, chip)
         assert heads % plan.heads == 0 and plan.heads % plan.group == 0
-        assert vmem_bytes(plan, 128, 128, 2, backward) <= mib << 20
+        assert vmem_bytes(plan, 128, 128, 2, backward) <= chip.vmem_capacity_bytes
     with pytest.raises(ValueError, match="bytes of VMEM"):
-        plan_for(8192, heads, 128, 128, 2, True, Chip(cores, 1))
+        plan_for(8192, heads, 128, 128, 2, True, Chip(6, 1, 1))

@@ -1,0 +1,384 @@
+"""Where modelled time goes outside K3's own kernels, beside the least that a chip could need.
+
+One device's share of the released model: 12 of 96 heads, 14 of 896 experts with the 16 T rows that
+a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are
+profiled in eighths of T where that is linear and the whole would take gigabytes. Where the profiler
+ends the process, XLA's own estimates of its fusions stand in ("note"). Whole layers are estimates
+too; the delta rule, splash attention and the grouped products are left out of them, as they have
+tables of their own. `top` names what takes most: operation, modelled us, MB.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import k3_jax.layers.moe
+from benchmarks.tpucost import CHIPS, NoFigure, answer, ask, operations, row, tpu_cost
+from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from k3_jax.layers.attn_res import _mix
+from k3_jax.layers.conv import short_conv
+from k3_jax.layers.kda import Kda
+from k3_jax.layers.mla import Mla
+from k3_jax.layers.moe import Moe, permute
+from k3_jax.state import Rows
+from pallas_kernels.mla import absorbed_attention, self_attention
+from sharding import AXES
+
+T, D, H, E, A, L, F = 8192, 7168, 12, 896, 16, 3584, 3072
+LOCAL_EXPERTS, SLOTS = 14, 8192
+PIECES = 8  # of T, where cost is linear in it
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+S = jax.ShapeDtypeStruct
+LEFT_OUT = ("left_out", "kda_", "splash_")  # Pallas calls by their names
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """fn(*args) and what it cannot avoid: bytes of HBM read or written once, FLOPs of products.
+
+    `times` such pieces make the released size. `module` builds a layer, whose weights then come
+    before args[lead].
+    """
+
+    fn: object
+    args: tuple
+    bytes: float
+    flops: float = 0.0
+    times: int = 1
+    module: object = None
+    lead: int = 0
+
+
+def rows(chips):
+    """One row for each chip, case and direction."""
+    for chip in chips:
+        for case, directions in CASES.items():
+            for direction in directions:
+                labels = {"chip": chip, "case": case, "direction": direction}
+                measure = prefill if case == "prefill" else measured
+                yield row(labels, functools.partial(measure, labels))
+
+
+def measured(labels):
+    """The figures of a case, profiled if that can be."""
+    why = "whole layer: XLA's estimates"
+    if not labels["case"].startswith("layer"):
+        try:
+            return ask("benchmarks.cost_layers", profile=True, seconds=300, **labels)
+        except NoFigure as error:
+            why = f"not profiled, XLA's estimates: {error}"
+    return ask("benchmarks.cost_layers", profile=False, **labels) | {"note": why}
+
+
+def prefill(labels):
+    """Splash attention: bytes and floor alone, for the profiler gives its calls no cycles."""
+    found = ask("benchmarks.cost_layers", profile=False, **labels)
+    kept = {name: found[name] for name in ("hbm_us", "hbm_bytes", "floor_us", "floor_bound")}
+    return kept | {"note": "not profiled: no cycles for splash"}
+
+
+def cost(chip, case, direction):
+    """In a process of its own."""
+    jax.default_backend = lambda: "tpu"  # impl="auto" chooses as it would there
+    k3_jax.layers.moe.grouped_matmul = no_product
+    name, *sizes = case.split()
+    c = PARTS[name](direction != "forward", *map(int, sizes))
+    if c.module is None:
+        r = tpu_cost(c.fn, c.args, chip)
+        ops, temp = r["ops"], r["temp_bytes"]
+    else:
+        ops, temp = layer_operations(c, chip)
+    if c.module is not None:
+        ops = [op for op in ops if not op.name.startswith(LEFT_OUT)]
+    ops = [op._replace(runs=op.runs * c.times) for op in ops]
+    _, clock, peak, bandwidth, _ = CHIPS[chip]
+
+    def us(op):
+        return 1e6 * op.runs * max((op.cycles or 0) / clock, op.bytes / bandwidth)
+
+    total, moved = sum(map(us, ops)), sum(op.runs * op.bytes for op in ops)
+    floor_us = 1e6 * c.times * max(c.bytes / bandwidth, c.flops / peak)
+    top = sorted(ops, key=us, reverse=True)[:12]
+    return {
+        "us": total,
+        "core_us": 1e6 * sum(op.runs * (op.cycles or 0) for op in ops) / clock,
+        "hbm_us": 1e6 * moved / bandwidth,
+        "hbm_bytes": moved,
+        "temp_bytes": temp,
+        "floor_us": floor_us,
+        "floor_bound": "products" if c.flops / peak > c.bytes / bandwidth else "HBM",
+        "over_floor": total / floor_us,
+        "top": [[op.name, round(us(op), 1), round(op.runs * op.bytes / 1e6, 1)] for op in top],
+    }
+
+
+def layer_operations(case, chip):
+    """What a layer compiles to on a mesh of one described chip, and its temporaries in bytes."""
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices
+    one = np.array(chips[:1]).reshape(1, 1)
+    mesh = Mesh(one, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+    def place(x, first=None):
+        spec = PartitionSpec(first, *(None,) * (x.ndim - 1))
+        return S(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        args = [place(x, AXES) for x in case.args]
+        args.insert(case.lead, jax.tree.map(place, jax.eval_shape(case.module)))
+        compiled = jax.jit(case.fn).lower(*args).compile()
+    return operations(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
+
+
+def both(fn, n):
+    """fn and the gradients of its first n arguments; the cotangent comes before them."""
+
+    def run(dy, *args):
+        y, pull = jax.vjp(lambda *x: fn(*x, *args[n:]), *args[:n])
+        return y, pull(dy)
+
+    return run
+
+
+def mix(backward, n):
+    """AttnRes: n candidates read, one row written; backward: read again, with dy, n written."""
+    candidate = S((1, T // PIECES, D), BF16)
+    one = candidate.size * 2
+
+    def fn(probe, *candidates):
+        return _mix(candidates, probe, 1e-5)
+
+    args = (S((D,), F32), *[candidate] * n)
+    if not backward:
+        return Case(fn, args, (n + 1) * one, times=PIECES)
+    return Case(both(fn, n + 1), (candidate, *args), (3 * n + 2) * one, times=PIECES)
+
+
+def attend(backward):
+    """Splash attention over one causal row: two products forward, five more backward."""
+    q_BTHq, v_BTHv = (S((1, T, H, n), BF16) for n in (192, 128))
+
+    def fn(q, k, v, segments):
+        return self_attention(q, k, v, segments, scale=192**-0.5, impl="splash")
+
+    args = (q_BTHq, q_BTHq, v_BTHv, S((1, T), I32))
+    moved, pairs = 4 * (q_BTHq.size + v_BTHv.size), H * T * T // 2
+    if not backward:
+        return Case(fn, args, moved, 2 * pairs * (192 + 128))
+    flops = 2 * pairs * (192 + 128 + 3 * 192 + 2 * 128)
+    return Case(both(fn, 3), (v_BTHv, *args), 3 * moved, flops)
+
+
+def absorbed(_, n_rows):
+    """One token a row against its 8192 slots: the latent cache is read once."""
+    args = (
+        *(S((n_rows, 1, H, n), BF16) for n in (512, 64)),
+        S((n_rows, SLOTS, 576), BF16),
+        S((n_rows, 1), I32),
+    )
+    moved, pairs = 2 * n_rows * (SLOTS * 576 + H * (576 + 512)), n_rows * H * SLOTS
+    fn = functools.partial(absorbed_attention, scale=192**-0.5)
+    return Case(fn, args, moved, 2 * pairs * (576 + 512))
+
+
+def scores(backward):
+    """The router's float32 scores of bfloat16 tokens and weights; exact in one pass of products."""
+
+    def fn(x, w):
+        highest = jax.lax.Precision.HIGHEST
+        return jax.nn.sigmoid(
+            jnp.einsum("BTD,DE->BTE", x.astype(F32), w.astype(F32), precision=highest)
+        )
+
+    args = (S((1, T, D), BF16), S((D, E), BF16))
+    moved, flops = 2 * T * D + 2 * D * E + 4 * T * E, 2 * T * D * E
+    if not backward:
+        return Case(fn, args, moved, flops)
+    return Case(both(fn, 2), (S((1, T, E), F32), *args), 2 * moved, 3 * flops)
+
+
+def top_k(_):
+    """The choice: scores read, indices written."""
+    t = T // PIECES
+
+    def fn(scores, bias):
+        return jax.lax.top_k(scores + bias, A)[1]
+
+    return Case(fn, (S((1, t, E), F32), S((E,), F32)), 4 * t * (E + A), times=PIECES)
+
+
+def order(_):
+    """The two sorts of the copies' experts and the group sizes: each array read or written once."""
+
+    def fn(chosen):
+        expert = chosen.reshape(-1)
+        order = jnp.argsort(expert)
+        return order, jnp.argsort(order), jnp.bincount(expert, length=LOCAL_EXPERTS)
+
+    return Case(fn, (S((1, T, A), I32),), 4 * T * A * 3)
+
+
+def chosen_scores(backward):
+    """The chosen experts' scores out of all 896."""
+    t = T // PIECES
+
+    def fn(scores, chosen):
+        return jnp.take_along_axis(scores, chosen, axis=-1)
+
+    args, moved = (S((1, t, E), F32), S((1, t, A), I32)), 4 * t * (E + 2 * A)
+    if not backward:
+        return Case(fn, args, moved, times=PIECES)
+    return Case(both(fn, 1), (S((1, t, A), F32), *args), 2 * moved, times=PIECES)
+
+
+def spread(_):
+    """Each token's 16 copies, sorted by expert: a row read, 16 written."""
+    t = T // PIECES
+
+    def fn(latent, order, place):
+        return permute(jnp.repeat(latent, A, axis=0), order, place)
+
+    n = S((t * A,), I32)
+    return Case(fn, (S((t, L), BF16), n, n), 2 * L * t * (1 + A) + 4 * t * A, times=PIECES)
+
+
+def combine(_):
+    """Back to tokens and summed by weight: 16 rows read, one written."""
+    t = T // PIECES
+
+    def fn(y, order, place, weights):
+        y = permute(y, place, order).reshape(1, t, A, L)
+        return jnp.einsum("BTAL,BTA->BTL", y.astype(F32), weights).astype(BF16)
+
+    n = S((t * A,), I32)
+    args = (S((t * A, L), BF16), n, n, S((1, t, A), F32))
+    return Case(fn, args, 2 * L * t * (1 + A) + 8 * t * A, times=PIECES)
+
+
+def convs(backward):
+    """The three short convolutions: read once, written once; backward also dy in and du out."""
+
+    def fn(q, k, v, taps, history, segments):
+        return tuple(short_conv(x, taps, history, segments)[0] for x in (q, k, v))
+
+    u = S((1, T, H, 128), BF16)
+    args = (u, u, u, S((4, H, 128), F32), S((1, 3, H, 128), BF16), S((1, T), I32))
+    one = 3 * u.size * 2
+    if not backward:
+        return Case(fn, args, 2 * one)
+    return Case(both(fn, 4), ((u, u, u), *args), 5 * one)
+
+
+def layer(make, products, moved, experts, backward):
+    """A whole layer; backward adds two products for each and reads and writes twice more."""
+    factor = 3 if backward else 1
+    args = [S((1, T, D), BF16), S((1, T), I32)]
+    if make is Moe:
+        args.append(S((1, T, A), I32))
+
+    def call(module, x, segments, *forced):
+        return module(x, Rows(segments), *(forced or (None,)))[0]
+
+    return Case(
+        both(call, 2) if backward else call,
+        (args[0], *args) if backward else tuple(args),
+        factor * moved,
+        2 * factor * products,
+        module=lambda: make(config(experts), rngs=nnx.Rngs(0)),
+        lead=int(backward),
+    )
+
+
+def config(experts=E):
+    """One device's share of K3."""
+    return ModelConfig(
+        vocab_size=163840,
+        width=D,
+        n_layers=4,
+        mla_layers=(3,),
+        n_dense=1,
+        dense_width=33792,
+        block_layers=12,
+        kda=KdaConfig(n_heads=H, head_dim=128),
+        mla=MlaConfig(
+            n_heads=H,
+            query_latent=1536,
+            kv_latent=512,
+            key_dim=128,
+            shared_key_dim=64,
+            value_dim=128,
+        ),
+        moe=MoeConfig(n_experts=experts, n_active=min(A, experts), latent_width=L, expert_width=F),
+        param_dtype="bfloat16",
+    )
+
+
+@jax.custom_vjp
+def no_product(x_NL, w_ELF, sizes_E):
+    """The place of a grouped product: a Pallas call that touches nothing."""
+    return untouched((x_NL, w_ELF, sizes_E), (x_NL.shape[0], w_ELF.shape[2]), x_NL.dtype)
+
+
+def _no_product_bwd(inputs, dy):
+    x, w, _ = inputs
+    return untouched((dy, w), x.shape, x.dtype), untouched((dy, x), w.shape, w.dtype), None
+
+
+no_product.defvjp(lambda *x: (no_product(*x), x), _no_product_bwd)
+
+
+def untouched(operands, shape, dtype):
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        lambda *refs: None,
+        in_specs=[anywhere] * len(operands),
+        out_specs=anywhere,
+        out_shape=S(shape, dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type),
+        name=LEFT_OUT[0],
+    )(*operands)
+
+
+# q, k, v, gate and out; the decay's two; beta.
+KDA_PRODUCTS = T * (D * (5 * H * 128 + 128 + H) + 128 * H * 128)
+# The latents, gate and out; queries, keys and values.
+MLA_PRODUCTS = T * (D * (1536 + 576 + 2 * H * 128) + 1536 * H * 192 + 512 * H * 256)
+# Into the latent and out of it, the two shared experts, the router.
+MOE_PRODUCTS = T * D * (2 * L + 3 * 2 * F + LOCAL_EXPERTS)
+IN_AND_OUT = 2 * 2 * T * D
+# Beside x and y: rows spread and combined, gate and up read, hidden written.
+MOE_MOVED = IN_AND_OUT + 2 * T * (2 * (1 + A) * L + 3 * A * F)
+
+PARTS = {
+    "mix": mix,
+    "prefill": attend,
+    "absorbed": absorbed,
+    "scores": scores,
+    "top_k": top_k,
+    "order": order,
+    "chosen_scores": chosen_scores,
+    "spread": spread,
+    "combine": combine,
+    "convs": convs,
+    "layer_kda": functools.partial(layer, Kda, KDA_PRODUCTS, IN_AND_OUT, E),
+    "layer_mla": functools.partial(layer, Mla, MLA_PRODUCTS, IN_AND_OUT, E),
+    "layer_moe": functools.partial(layer, Moe, MOE_PRODUCTS, MOE_MOVED, LOCAL_EXPERTS),
+}
+FORWARD, BOTH = ("forward",), ("forward", "forward+backward")
+CASES = {
+    **dict.fromkeys(("mix 4", "mix 12", "prefill"), BOTH),
+    **dict.fromkeys(("absorbed 8", "absorbed 64"), FORWARD),
+    "scores": BOTH,
+    **dict.fromkeys(("top_k", "order"), FORWARD),
+    "chosen_scores": BOTH,
+    **dict.fromkeys(("spread", "combine"), FORWARD),
+    **dict.fromkeys(("convs", "layer_kda", "layer_mla", "layer_moe"), BOTH),
+}
+
+if __name__ == "__main__":
+    answer(cost)

@@ -19,3 +19,14 @@ def dot32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     # "Unsupported element type for DotThunk"). Widening is exact. Chosen by the platform that is
     # compiled for, so that compiling for a TPU on a CPU machine gets the TPU's program.
     return jax.lax.platform_dependent(a, b, cpu=wide, default=narrow)
+
+
+def varying(x) -> frozenset:
+    """The manual mesh axes over which x differs; none outside `shard_map`."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x, axes: frozenset):
+    """x as one that differs over `axes` too."""
+    missing = tuple(axes - varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.common import vary, varying
+
 BLOCK = 32  # inputs that share a scale
 LANES = 128
 E5M2_SHIFT = 14  # E5M2's exponent bias less E2M1's
@@ -171,8 +173,8 @@ def grouped_matmul_mxfp4(
     if blocks is None:
         blocks = choose(N, E, L, F, out_dtype.itemsize, pltpu.get_tpu_info())
     operands = (*visits(sizes_E, N, blocks.rows), x_NL, packed_ELF, scales_ELF)
-    axes = frozenset().union(*(_varying(a) for a in operands))
-    operands = [_vary(a, axes) for a in operands]
+    axes = frozenset().union(*(varying(a) for a in operands))
+    operands = [vary(a, axes) for a in operands]
     out_type = jax.ShapeDtypeStruct(
         (N, F), out_dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
     )
@@ -303,15 +305,6 @@ def _as_rows(w):
 
 def _dot(x, w):
     return jnp.dot(x, w, preferred_element_type=jnp.float32)
-
-
-def _varying(x):
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary(x, axes):
-    missing = tuple(axes - _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype):

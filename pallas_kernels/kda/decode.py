@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kda.gate import NORM_EPS
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 LANES, ROWS, MOST_TOKENS = 128, 8, 8
 PARTS = 3  # a float32 is the exact sum of three bfloat16
 INACTIVE = -1
-NORM_EPS = 1e-6  # of the L2 norms of q and k
 
 
 def kda_decode(

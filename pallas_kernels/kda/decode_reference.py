@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda.gate import l2_norm, log_decay
+
 F32 = jnp.float32
 
 
@@ -46,10 +48,9 @@ def kda_decode_reference(
     q_BtHk, q_pasts = _conv(q_BtHk, q_taps_WHk, q_past_BWHk)
     k_BtHk, k_pasts = _conv(k_BtHk, k_taps_WHk, k_past_BWHk)
     v_BtHv, v_pasts = _conv(v_BtHv, v_taps_WHv, v_past_BWHv)
-    q_BtHk = _normal(q_BtHk) * q_BtHk.shape[-1] ** -0.5
-    k_BtHk = _normal(k_BtHk)
-    z_BtHk = jnp.exp(a_log_H)[:, None] * (logit_BtHk.astype(F32) + bias_Hk)
-    decay_BtHk = jnp.exp(lower_bound * jax.nn.sigmoid(z_BtHk))
+    q_BtHk = l2_norm(q_BtHk) * q_BtHk.shape[-1] ** -0.5
+    k_BtHk = l2_norm(k_BtHk)
+    decay_BtHk = jnp.exp(log_decay(logit_BtHk, a_log_H, bias_Hk, lower_bound))
     beta_BtH = jax.nn.sigmoid(beta_BtH.astype(F32))
 
     S, states, outs = state_BHkv, [state_BHkv], []
@@ -75,7 +76,3 @@ def _conv(u_BtHx, taps_WHx, past_BWHx):
     windows = [u_BtHx[:, w : w + t].astype(F32) * taps_WHx[w] for w in range(W)]
     y_BtHx = jax.nn.silu(sum(windows)).astype(u_BtHx.dtype).astype(F32)
     return y_BtHx, jnp.stack([u_BtHx[:, n : n + W - 1] for n in range(t + 1)])
-
-
-def _normal(x):
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 F32 = jnp.float32
+NORM_EPS = 1e-6
 
 
-def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+def l2_norm(x: jax.Array, eps: float = NORM_EPS) -> jax.Array:
     """x / sqrt(sum(x^2) + eps) over the last axis, in float32 at least: a zero row stays zero."""
     x = x.astype(jnp.promote_types(x.dtype, F32))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)

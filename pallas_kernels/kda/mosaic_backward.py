@@ -7,13 +7,11 @@ from pallas_kernels.kda import mosaic_chunk as chunk
 from pallas_kernels.kda.mosaic_chunk import BF16, CHUNK, F32, TILES
 from pallas_kernels.kda.mosaic_forward import (
     LOWEST,
-    betas,
+    before_the_state,
     clear_pads,
-    decays,
     lanes,
-    load,
-    stagger,
     values,
+    walk,
 )
 
 
@@ -39,18 +37,9 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
     def group(c, heads, slot, beta, m, done):
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
         totals = [sums.at[c, h] for h in heads]
-        chunk.running_sums([decays(refs[3:], rows, h, plan.heads, raw) for h in heads], totals)
-        yield
-        tokens = [load(refs[:2], rows, h, plan.heads, beta, raw) for h in heads]
-        fronts = []
-        for h, x in zip(heads, tokens, strict=True):
-            fronts.append(chunk.front(x, sums.at[c, h], m))
-            yield
-        both = [chunk.pairs(f, m) for f in fronts]
-        attends, lows = [p for p, _ in both], [low for _, low in both]
-        yield
-        bases = yield from chunk.base_inverse(lows, scratch.at[slot])
-        inverses = yield from chunk.inverse([low.astype(BF16) for low in lows], bases)
+        tokens, fronts, attends, inverses = yield from before_the_state(
+            refs, rows, heads, beta, m, totals, scratch.at[slot], plan, raw
+        )
         states = [saved_ref[0, c, h] for h in heads]
         seen = [chunk.dot(f.read[CHUNK:], s) for f, s in zip(fronts, states, strict=True)]
         dos = [do_ref[0, rows, lanes(do_ref, h, plan.heads)].astype(BF16) for h in heads]
@@ -106,19 +95,7 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
             for ref, x in zip(dgates, sums_, strict=True):
                 ref[0, :, at] += x
 
-    work = []
-    for c in reversed(range(plan.chunks)):
-        rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        m, beta = chunk.masks(mask_ref[0, c]), betas(beta_ref, rows, raw)
-        for i, first in enumerate(range(0, plan.heads, plan.group)):
-            heads = range(first, first + plan.group)
-            slot = c * (plan.heads // plan.group) + i
-
-            def make(done, c=c, heads=heads, slot=slot, beta=beta, m=m):
-                return group(c, heads, slot, beta, m, done)
-
-            work.append(((c, first), make))
-    stagger(work, plan.lag)
+    walk(group, reversed(range(plan.chunks)), mask_ref, beta_ref, plan, raw)
 
 
 def products(f, m, state, seen, u, dafter):

@@ -22,7 +22,6 @@ from jax.experimental.pallas import tpu as pltpu
 CHUNK, TILE, BASE = 128, 32, 16
 LOG2E = 1.4426950408889634
 BF16, F32 = jnp.bfloat16, jnp.float32
-EPS = 1e-6
 TILES = [slice(i, i + TILE) for i in range(0, CHUNK, TILE)]
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kda import mosaic_chunk as chunk
+from pallas_kernels.kda.gate import NORM_EPS
 from pallas_kernels.kda.mosaic_chunk import BF16, CHUNK, F32, LOG2E
 
 # A pad's projected decay: after the sigmoid it is exactly no decay. Finite in bfloat16.
@@ -75,7 +76,7 @@ def values(ref, rows, h, heads):
 
 
 def inverse_norm(x):
-    return jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) + chunk.EPS)
+    return jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) + NORM_EPS)
 
 
 def clear_pads(mask_ref, refs, fills):
@@ -110,6 +111,45 @@ def stagger(work, lag):
         turn += 1
 
 
+def walk(group, chunks, mask_ref, beta_ref, plan, raw):
+    """Write out `group(c, heads, slot, beta, masks, done)` for each chunk, in this order, and each
+    group of heads; `slot` numbers them and `done` holds the (c, first head) that have ended."""
+    work = []
+    for c in chunks:
+        rows = slice(c * CHUNK, (c + 1) * CHUNK)
+        m, beta = chunk.masks(mask_ref[0, c]), betas(beta_ref, rows, raw)
+        for i, first in enumerate(range(0, plan.heads, plan.group)):
+            heads = range(first, first + plan.group)
+            slot = c * (plan.heads // plan.group) + i
+
+            def make(done, c=c, heads=heads, slot=slot, beta=beta, m=m):
+                return group(c, heads, slot, beta, m, done)
+
+            work.append(((c, first), make))
+    stagger(work, plan.lag)
+
+
+def before_the_state(refs, rows, heads, beta, m, totals, scratch, plan, raw):
+    """The part of a group that needs no state, and that both kernels begin with.
+
+    `refs` of q, k, v, g, rate and bias; `totals` are left with the summed decays. Returns a list
+    over heads of each: the functions that give tiles, fronts, P and (I + L)^-1.
+    """
+    chunk.running_sums([decays(refs[3:], rows, h, plan.heads, raw) for h in heads], totals)
+    yield
+    tokens = [load(refs[:2], rows, h, plan.heads, beta, raw) for h in heads]
+    fronts = []
+    for x, total in zip(tokens, totals, strict=True):
+        fronts.append(chunk.front(x, total, m))
+        yield
+    both = [chunk.pairs(f, m) for f in fronts]
+    attends, lows = [p for p, _ in both], [low for _, low in both]
+    yield
+    bases = yield from chunk.base_inverse(lows, scratch)
+    inverses = yield from chunk.inverse([low.astype(BF16) for low in lows], bases)
+    return tokens, fronts, attends, inverses
+
+
 def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, saves):
     """One grid step: `plan.chunks` chunks of `plan.heads` heads; time is the last grid axis."""
     gates, rest = (rest[:2], rest[2:]) if raw else ((), rest)
@@ -124,19 +164,10 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, sav
 
     def group(c, heads, slot, beta, m, done):
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        fronts = []
         totals = [sums.at[c, h] for h in heads]
-        chunk.running_sums([decays(refs[3:], rows, h, plan.heads, raw) for h in heads], totals)
-        yield
-        for h in heads:
-            tokens = load(refs[:2], rows, h, plan.heads, beta, raw)
-            fronts.append(chunk.front(tokens, sums.at[c, h], m))
-            yield
-        both = [chunk.pairs(f, m) for f in fronts]
-        lows = [low for _, low in both]
-        yield
-        bases = yield from chunk.base_inverse(lows, scratch.at[slot])
-        inverses = yield from chunk.inverse([low.astype(BF16) for low in lows], bases)
+        _, fronts, attends, inverses = yield from before_the_state(
+            refs, rows, heads, beta, m, totals, scratch.at[slot], plan, raw
+        )
         while c and (c - 1, heads[0]) not in done:
             yield
         states = [state_ref[0, h] for h in heads]
@@ -150,7 +181,7 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, sav
         ]
         us = [chunk.dot(t, r).astype(BF16) for t, r in zip(inverses, rs, strict=True)]
         yield
-        os = [x[:CHUNK] + chunk.dot(p, u) for x, (p, _), u in zip(seen, both, us, strict=True)]
+        os = [x[:CHUNK] + chunk.dot(p, u) for x, p, u in zip(seen, attends, us, strict=True)]
         after = [
             s * chunk.column(f.keep) + chunk.t_dot(f.write, u)
             for s, f, u in zip(states, fronts, us, strict=True)
@@ -159,16 +190,4 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, sav
             o_ref[0, rows, lanes(o_ref, h, plan.heads)] = o.astype(o_ref.dtype)
             state_ref[0, h] = s
 
-    work = []
-    for c in range(plan.chunks):
-        rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        m, beta = chunk.masks(mask_ref[0, c]), betas(beta_ref, rows, raw)
-        for i, first in enumerate(range(0, plan.heads, plan.group)):
-            heads = range(first, first + plan.group)
-            slot = c * (plan.heads // plan.group) + i
-
-            def make(done, c=c, heads=heads, slot=slot, beta=beta, m=m):
-                return group(c, heads, slot, beta, m, done)
-
-            work.append(((c, first), make))
-    stagger(work, plan.lag)
+    walk(group, range(plan.chunks), mask_ref, beta_ref, plan, raw)

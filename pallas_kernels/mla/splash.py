@@ -14,6 +14,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.common import vary, varying
+
 LANES = 128
 TILE = 512  # queries and keys per tile; a 512 x 512 float32 score tile is 1 MiB of VMEM
 
@@ -28,8 +30,8 @@ def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, interpret=False
     tile = min(TILE, -(-T // LANES) * LANES)
     q_BTHq = (q_BTHq.astype(jnp.float32) * scale).astype(q_BTHq.dtype)
     args = [_lengthen(x, -T % tile) for x in (q_BTHq, k_BTHq, v_BTHv, segments_BT)]
-    axes = frozenset().union(*map(_varying, args))
-    return _attend(*(_vary(x, axes) for x in args), tile, interpret)[:, :T]
+    axes = frozenset().union(*map(varying, args))
+    return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -87,16 +89,7 @@ def _unchecked(fn, x, *rest):
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return fn(x, *rest)
     outs = jax.shard_map(fn, in_specs=P(), out_specs=P(), check_vma=False)(x, *rest)
-    return jax.tree.map(partial(_vary, axes=_varying(x)), outs)
-
-
-def _varying(x):
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary(x, axes):
-    missing = tuple(axes - _varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(partial(vary, axes=varying(x)), outs)
 
 
 def _lengthen(x_BT, pad):

@@ -172,10 +172,7 @@ def _call(kernel, name, named, out, plan, sizes, reverse, interpret):
         in_specs=[spec[key] for key, _ in named],
         out_specs=[spec[key] for _, _, key in out],
         out_shape=[jax.ShapeDtypeStruct(s, d, manual_axis_type=axes) for s, d, _ in out],
-        scratch_shapes=[
-            pltpu.VMEM((plan.chunks, plan.heads, CHUNK, K), F32),
-            pltpu.VMEM((groups, 2, plan.group, BASE, CHUNK), F32),
-        ],
+        scratch_shapes=[pltpu.VMEM((groups, 2, plan.group, BASE, CHUNK), F32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_LIMIT,
@@ -187,8 +184,8 @@ def _call(kernel, name, named, out, plan, sizes, reverse, interpret):
 
 VMEM_LIMIT = 60 << 20
 # By the chip's generation: v5p, v6e, tpu7x.
-FORWARD = {5: Plan(6, 4, 3, 2), 6: Plan(6, 4, 6, 3), 7: Plan(12, 4, 4, 3)}
-BACKWARD = Plan(6, 2, 6, 2)
+FORWARD = {5: Plan(6, 8, 3, 2), 6: Plan(6, 4, 6, 3), 7: Plan(12, 4, 4, 3, share_roots=True)}
+BACKWARD = {5: Plan(6, 2, 6, 2), 6: Plan(6, 2, 6, 2), 7: Plan(12, 1, 6, 2)}
 
 
 def vmem_bytes(plan, K, V, itemsize, backward):
@@ -201,9 +198,7 @@ def vmem_bytes(plan, K, V, itemsize, backward):
         twice = 6 * k_block + 3 * v_block + saved + 2 * state + 2 * beta + mask
     else:
         twice = 3 * k_block + 2 * v_block + saved + 2 * state + beta + mask
-    sums = plan.heads * size * K * 4
-    inverses = plan.chunks * plan.heads * 2 * BASE * CHUNK * 4
-    return 2 * twice + sums + inverses
+    return 2 * twice + plan.chunks * plan.heads * 2 * BASE * CHUNK * 4
 
 
 def plan_for(T, H, K, V, itemsize, backward, chip):
@@ -212,21 +207,22 @@ def plan_for(T, H, K, V, itemsize, backward, chip):
     The walks are found by trial, for the order of writing leads the compiler's scheduler: several
     heads hide each other's waits for a product, and many chunks the start and end of a step, until
     what does not fit in registers goes to VMEM and back too often. Modelled in cycles per chunk and
-    head: v6e forward 508 (6 heads x 4 chunks; 12 x 4 515; lag 1, 2, 4: 537, 520, 598) and backward
-    1326 (6 x 2; 6 x 4 1550, 12 x 2 1474, lag 3 1434); tpu7x forward 538 (12 x 4 in groups of 4;
-    6 x 4 666); v5p forward 749 (groups of 3; of 6 783). Heads must divide H, chunks fill the tokens
-    and all fit VMEM, so that fewer of them may be taken.
+    head: v6e forward 503 (6 heads x 4 chunks; shared roots 579) and backward 1284 (6 x 2); tpu7x
+    forward 504 (12 x 4 in groups of 4; 537 without shared roots, 6 x 4 627) and backward 1369
+    (12 x 1; 12 x 2 1431, 6 x 2 1445); v5p forward 696 (6 x 8; 6 x 4 715). Heads must divide H,
+    chunks add at most an eighth to the tokens, and all fit VMEM, so that fewer may be taken.
     """
     budget = min(chip.vmem_capacity_bytes, VMEM_LIMIT) * 2 // 3
-    best = BACKWARD if backward else FORWARD.get(chip.generation, FORWARD[6])
+    table = BACKWARD if backward else FORWARD
+    best = table.get(chip.generation, table[6])
     divisors = [n for n in range(min(best.heads, H), 0, -1) if H % n == 0]
     # Cores share the blocks of heads, so their number goes into that of the blocks where it can.
     shared = [n for n in divisors if H // n % chip.num_cores == 0]
     for heads in shared or divisors:
         group = next(n for n in range(best.group, 0, -1) if heads % n == 0)
-        for chunks in (n for n in (4, 2, 1) if n <= best.chunks):
-            plan = Plan(heads, chunks, group, best.lag)
-            fills = chunks == 1 or (chunks - 1) * CHUNK < T
+        for chunks in (n for n in (8, 4, 2, 1) if n <= best.chunks):
+            plan = best._replace(heads=heads, chunks=chunks, group=group)
+            fills = chunks == 1 or 8 * (-T % (chunks * CHUNK)) <= T
             if fills and vmem_bytes(plan, K, V, itemsize, backward) <= budget:
                 return plan
     need = vmem_bytes(Plan(1, 1, 1, 2), K, V, itemsize, backward)

@@ -23,7 +23,7 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
     """
     gates, rest = (rest[:2], rest[2:]) if raw else ((), rest)
     saved_ref, do_ref, dlast_ref, dq_ref, dk_ref, dv_ref, dg_ref, dbeta_ref, *rest = rest
-    dgates, (dstate_ref, sums, scratch) = (rest[:2], rest[2:]) if raw else ((), rest)
+    dgates, (dstate_ref, scratch) = (rest[:2], rest[2:]) if raw else ((), rest)
     refs = (q_ref, k_ref, v_ref, g_ref, *gates)
 
     @pl.when(pl.program_id(2) == 0)
@@ -36,16 +36,15 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
 
     def group(c, heads, slot, beta, m, done):
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        totals = [sums.at[c, h] for h in heads]
-        tokens, fronts, attends, inverses = yield from before_the_state(
-            refs, rows, heads, beta, m, totals, scratch.at[slot], plan, raw
+        totals, tokens, fronts, attends, inverses = yield from before_the_state(
+            refs, rows, heads, beta, m, scratch.at[slot], plan, raw
         )
         states = [saved_ref[0, c, h] for h in heads]
         seen = [chunk.dot(f.read[CHUNK:], s) for f, s in zip(fronts, states, strict=True)]
         dos = [do_ref[0, rows, lanes(do_ref, h, plan.heads)].astype(BF16) for h in heads]
         local = [chunk.t_dot(p, do) for p, do in zip(attends, dos, strict=True)]
         yield
-        rs = [values(v_ref, rows, h, plan.heads) - x for h, x in zip(heads, seen, strict=True)]
+        rs = [x - values(v_ref, rows, h, plan.heads) for h, x in zip(heads, seen, strict=True)]
         us = [chunk.dot(t, r).astype(BF16) for t, r in zip(inverses, rs, strict=True)]
         yield
         while c + 1 < plan.chunks and (c + 1, heads[0]) not in done:
@@ -55,16 +54,14 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
         yield
         drs = [chunk.t_dot(t, du) for t, du in zip(inverses, dus, strict=True)]
         yield
-        seens = [
-            jnp.concatenate([do, -dr.astype(BF16)], 0) for do, dr in zip(dos, drs, strict=True)
-        ]
+        seens = [jnp.concatenate([do, dr.astype(BF16)], 0) for do, dr in zip(dos, drs, strict=True)]
         before = [
             s * chunk.column(f.keep) + chunk.t_dot(f.read, e)
             for s, f, e in zip(dafters, fronts, seens, strict=True)
         ]
         for h, s, dr in zip(heads, before, drs, strict=True):
             dstate_ref[0, h] = s
-            dv_ref[0, rows, lanes(dv_ref, h, plan.heads)] = dr.astype(dv_ref.dtype)
+            dv_ref[0, rows, lanes(dv_ref, h, plan.heads)] = (-dr).astype(dv_ref.dtype)
         yield
         backs = []
         for f, s, e, u, dafter in zip(fronts, states, seens, us, dafters, strict=True):
@@ -82,9 +79,8 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
             dq_ref[0, rows, lanes(dq_ref, h, plan.heads)] = dq.astype(dq_ref.dtype)
             dk_ref[0, rows, lanes(dk_ref, h, plan.heads)] = dk.astype(dk_ref.dtype)
             dbeta_ref[0, 0, rows, h : h + 1] = dbeta
-        chunk.running_sums(dsums, totals, reverse=True)
         yield
-        dgs = [ref[...] + dlast for ref, dlast in zip(totals, dlasts, strict=True)]
+        dgs = [chunk.running_sums(x, reverse=True) + y for x, y in zip(dsums, dlasts, strict=True)]
         out = [
             decay_grads(dg, refs[3:], rows, h, plan, raw, m)
             for h, dg in zip(heads, dgs, strict=True)
@@ -99,7 +95,7 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
 
 
 def products(f, m, state, seen, u, dafter):
-    """Gradients of a front: `seen` [2C, V] is that of what q and k read, u the errors written."""
+    """Gradients of a front; `seen` [2C, V] are those of what q and k read, u as in chunk.Front."""
     dpairs = chunk.dot_t(seen, u)
     dattend = jnp.where(m.pairs > 0, dpairs[:CHUNK], 0).astype(BF16)
     dlow = jnp.where(m.pairs > 1, dpairs[CHUNK:], 0).astype(BF16)
@@ -115,10 +111,10 @@ def token_grads(tiles, raw):
     """dq, dk [C, K] and dbeta [C, 1] from a head's tiles."""
     out = []
     for x, dq, dk, db in tiles:
-        dbeta = jnp.sum(db * x.k, 1, keepdims=True)
-        dk = dk + x.beta * db
+        dbeta = -jnp.sum(db * x.k, 1, keepdims=True)
+        dk = dk + x.minus_beta * db
         if raw:
-            dbeta = dbeta * x.beta * (1 - x.beta)
+            dbeta = dbeta * -x.minus_beta * (1 + x.minus_beta)
             # Of y = c x / sqrt(sum x^2 + eps): c (dy - y (y . dy) / c^2) / sqrt(sum x^2 + eps).
             along_q = jnp.sum(x.q * dq, 1, keepdims=True) * raw.scale**-2
             along_k = jnp.sum(x.k * dk, 1, keepdims=True)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 CHUNK, TILE, BASE = 128, 32, 16
@@ -49,40 +48,29 @@ def iota(shape, axis):
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def running_sums(xs, refs, reverse=False):
-    """Inclusive sums over the rows of each x [C, K], left in its float32 ref.
-
-    Read with stride C / 8, eight runs of consecutive tokens lie on the eight rows of a register, so
-    that the sum along a run is plain additions. All loads come before all stores: the compiler
-    keeps their order, not knowing that they do not meet.
-    """
-    step, lanes = xs[0].shape[0] // 8, xs[0].shape[1]
-    order = range(step - 1, -1, -1) if reverse else range(step)
-    row = iota((8, lanes), 0)
-    for x, ref in zip(xs, refs, strict=True):
-        ref[...] = x
-    strided = [[ref[pl.ds(i, 8, stride=step), :] for i in order] for ref in refs]
-    out = []
-    for runs in strided:
-        for i in range(1, step):
-            runs[i] = runs[i] + runs[i - 1]
-        total = runs[-1]
-        for s in (1, 2, 4):
-            near = row < 8 - s if reverse else row >= s
-            total = total + jnp.where(near, pltpu.roll(total, 8 - s if reverse else s, 0), 0.0)
-        before = pltpu.roll(total, 7 if reverse else 1, 0)
-        before = jnp.where(row == (7 if reverse else 0), 0.0, before)
-        out.append([x + before for x in runs])
-    for runs, ref in zip(out, refs, strict=True):
-        for i, x in zip(order, runs, strict=True):
-            ref[pl.ds(i, 8, stride=step), :] = x
+def running_sums(x, reverse=False):
+    """Inclusive sums over the rows of x [C, K]: within registers of eight rows by doubling, then
+    from one to the next. Never through VMEM, where it would hold up the loads of other heads."""
+    row = iota((8, x.shape[1]), 0)
+    starts = range(0, x.shape[0], 8)
+    runs = [x[i : i + 8] for i in (reversed(starts) if reverse else starts)]
+    for s in (1, 2, 4):
+        near = row < 8 - s if reverse else row >= s
+        shift = 8 - s if reverse else s
+        runs = [r + jnp.where(near, pltpu.roll(r, shift, 0), 0.0) for r in runs]
+    end, out = 0 if reverse else 7, [runs[0]]
+    before = runs[0][end : end + 1]
+    for run in runs[1:]:
+        out.append(run + before)
+        before = before + run[end : end + 1]
+    return jnp.concatenate(out[::-1] if reverse else out, 0)
 
 
 class Masks(NamedTuple):
     """What a chunk's documents allow; the same for all heads.
 
-    `pairs` [C, C] has 2 where token j is at or before i in the same document, less 1 at i = j, so
-    that queries see pairs > 0 and keys pairs > 1. `reach` and `left` [C, 1] are 1 where no document
+    `pairs` [C, C] has 2 where token j is at or before i in the same document, less 1 at i = j:
+    queries see pairs > 0, keys pairs > 1. `reach` and `left` [C, 1] are 1 where no document
     begins between the chunk's start and the token, and between the token and the chunk's end;
     `keep` [1, 1] where none begins in the chunk; `real` [C, 1] where the token is no pad.
     """
@@ -104,18 +92,21 @@ def masks(row_8C):
 
 
 class Tile(NamedTuple):
-    """q, k [R, K] (normalised, q scaled) and beta [R, 1] of one tile in float32, and what norms
+    """q, k [R, K] (normalised, q scaled) and -beta [R, 1] of one tile in float32, and what norms
     multiplied them by (None where they come normalised)."""
 
     q: jax.Array
     k: jax.Array
-    beta: jax.Array
+    minus_beta: jax.Array
     norm_q: jax.Array | None = None
     norm_k: jax.Array | None = None
 
 
 class Front(NamedTuple):
-    """What a head's chunk knows before it sees a state. b = beta k is the key that is written.
+    """What a head's chunk knows before it sees a state.
+
+    b = -beta k is minus the key that is written and u = T (read_k S - v) minus what is written for
+    it, T = (I - N)^-1 with N_ij = k_i . b_j decayed: with these signs nothing is ever negated.
 
     lhs[t] [2R, K] are tile t's rows of q and of k, decayed from the tile's middle; cols[t]
     [(t+1)R, K] the rows of b up to tile t, decayed to it. read [2C, K] meets the state before the
@@ -144,13 +135,13 @@ class Decay(NamedTuple):
 def decays(total, m: Masks):
     """For each tile its slice and a function that makes its Decay; and the whole chunk's, [1, K].
 
-    `total` is a ref [C, K] of summed log2 decays.
+    `total` [C, K] are summed log2 decays.
     """
-    middles = [total[t.start + TILE // 2 - 1 : t.start + TILE // 2, :] for t in TILES]
-    last = total[CHUNK - 1 : CHUNK, :]
+    middles = [total[t.start + TILE // 2 - 1 : t.start + TILE // 2] for t in TILES]
+    last = total[CHUNK - 1 :]
 
     def decay(n):
-        sums = total[TILES[n], :]
+        sums = total[TILES[n]]
         return Decay(
             jnp.exp2(sums - middles[n]),
             jnp.exp2(middles[n] - sums),
@@ -163,13 +154,13 @@ def decays(total, m: Masks):
 
 
 def front(tokens, total, m: Masks):
-    """`tokens(t)` gives the Tile of slice t; total [C, K] is a ref of summed log2 decays. Written
-    tile by tile, which keeps few values alive at a time."""
+    """`tokens(t)` gives the Tile of slice t; total [C, K] are summed log2 decays. Written tile
+    by tile, which keeps few values alive at a time."""
     decay, keep = decays(total, m)
     lhs, cols, read_q, read_k, write = [], [[] for _ in TILES], [], [], []
     for n, t in enumerate(TILES):
         x, d = tokens(t), decay(n)
-        b = x.k * x.beta
+        b = x.k * x.minus_beta
         rows_q, rows_k, own = x.q * d.row, x.k * d.row, b * d.col
         lhs.append(jnp.concatenate([rows_q.astype(BF16), rows_k.astype(BF16)], 0))
         cols[n].append(own.astype(BF16))
@@ -184,7 +175,10 @@ def front(tokens, total, m: Masks):
 
 
 def pairs(f: Front, m: Masks):
-    """P (bfloat16) and strictly lower L (float32), [C, C]: decayed products with earlier keys."""
+    """P (bfloat16) and N (float32), [C, C]: decayed products of queries and of keys with earlier b.
+
+    N has its diagonal too, which the inverse never reads: one mask serves both.
+    """
     rows_q, rows_k = [], []
     for lhs, cols in zip(f.lhs, f.cols, strict=True):
         a = dot_t(lhs, cols)
@@ -192,15 +186,16 @@ def pairs(f: Front, m: Masks):
             a = jnp.concatenate([a, jnp.zeros((2 * TILE, CHUNK - cols.shape[0]), F32)], 1)
         rows_q.append(a[:TILE])
         rows_k.append(a[TILE:])
-    attend = jnp.where(m.pairs > 0, jnp.concatenate(rows_q, 0), 0).astype(BF16)
-    return attend, jnp.where(m.pairs > 1, jnp.concatenate(rows_k, 0), 0)
+    seen = m.pairs > 0
+    attend = jnp.where(seen, jnp.concatenate(rows_q, 0), 0).astype(BF16)
+    return attend, jnp.where(seen, jnp.concatenate(rows_k, 0), 0)
 
 
 def _diagonals(low, way):
     """[16, 128] <-> its diagonals: row m of the result holds, at lane j, row (j mod 16) + m.
 
     A barrel shift of rows by the lane's place in its block of 16. What wraps around is zero for a
-    strictly lower block, and for the inverse, whose diagonals end where the block does.
+    lower block, and for the inverse, whose diagonals end where the block does.
     """
     lane = iota(low.shape, 1)
     for s in (1, 2, 4, 8):
@@ -209,10 +204,10 @@ def _diagonals(low, way):
 
 
 def base_inverse(lows, scratch):
-    """(I + L)^-1 of the 16x16 diagonal blocks, exactly in float32, [16, 128] per head.
+    """(I - N)^-1 of the 16x16 diagonal blocks, exactly in float32, [16, 128] per head.
 
-    Forward substitution along diagonals on the vector unit: with l_m[j] = L[j + m, j] and
-    x_e[j] = X[j + e, j], x_e = -sum_(d < e) l_(e-d)[j + d] x_d. Lanes hold the 8 blocks' columns;
+    Forward substitution along diagonals on the vector unit: with n_m[j] = N[j + m, j] and
+    x_e[j] = X[j + e, j], x_e = sum_(d < e) n_(e-d)[j + d] x_d. Lanes hold the 8 blocks' columns;
     the heads of `lows` share rows, through `scratch` (a ref [2, heads, 16, 128]).
     """
     n, lane = len(lows), iota((BASE, CHUNK), 1) // BASE
@@ -228,7 +223,7 @@ def base_inverse(lows, scratch):
         acc = low_m[e]
         for d in range(1, e):
             acc = acc + pltpu.roll(low_m[e - d], CHUNK - d, 1) * x[d]
-        x.append(-acc)
+        x.append(acc)
     for e in range(BASE):
         scratch[1, :, e] = x[e]
     yield
@@ -236,15 +231,16 @@ def base_inverse(lows, scratch):
 
 
 def inverse(lows, bases):
-    """(I + L)^-1, bfloat16 [C, C] per head, from its 16x16 diagonal blocks by block doubling.
+    """(I - N)^-1, bfloat16 [C, C] per head, from its 16x16 diagonal blocks by block doubling.
 
-    [[T11, 0], [-T22 L21 T11, T22]]; only the rows of every second block are streamed. Products also
-    fill blocks further left, which the selection drops.
+    [[T11, 0], [T22 N21 T11, T22]]; only the rows of every second block are streamed, and T22 comes
+    through its product with the identity beside N21 T11. Products also fill blocks further left,
+    which the selection drops. Selections are of float32: not every chip has others.
     """
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    own = i // BASE == j // BASE
+    own, eye = i // BASE == j // BASE, (i == j).astype(F32)
     invs = [
-        jnp.where(own, jnp.concatenate([x.astype(BF16)] * (CHUNK // BASE), 0), 0) for x in bases
+        jnp.where(own, jnp.concatenate([x] * (CHUNK // BASE), 0), 0).astype(BF16) for x in bases
     ]
     size = BASE
     while size < CHUNK:
@@ -259,15 +255,13 @@ def inverse(lows, bases):
                 strips += [other[s - size : s], x[n * size : (n + 1) * size]]
             return jnp.concatenate(strips, 0)
 
-        zero = jnp.zeros((CHUNK, CHUNK), BF16)
-        corner = [dot(later(low), x).astype(BF16) for low, x in zip(lows, invs, strict=True)]
+        zero, left = jnp.zeros((CHUNK, CHUNK), BF16), later(j) // size == later(i) // size - 1
+        corner = [dot(later(low), x) for low, x in zip(lows, invs, strict=True)]
         yield
-        corner = [
-            dot(later(x), spread(c, zero)).astype(BF16) for x, c in zip(invs, corner, strict=True)
-        ]
+        corner = [jnp.where(left, c, later(eye)).astype(BF16) for c in corner]
+        rows = [dot(later(x), spread(c, zero)) for x, c in zip(invs, corner, strict=True)]
         yield
-        left = later(j) // size == later(i) // size - 1
-        invs = [spread(jnp.where(left, -c, later(x)), x) for x, c in zip(invs, corner, strict=True)]
+        invs = [spread(r.astype(BF16), x) for r, x in zip(rows, invs, strict=True)]
         size *= 2
     return invs
 
@@ -292,7 +286,7 @@ class Back(NamedTuple):
 
 
 def front_grad(f: Front, b: Back, tokens, total, m: Masks):
-    """For each tile its Tile and the gradients of q, k and b = beta k, [R, K]; then the gradients
+    """For each tile its Tile and the gradients of q, k and b, [R, K]; then the gradients
     of the summed log decays [C, K] and, for the last of them, another [1, K].
 
     A product over e^(G_i - G_j) gives G the row times the row's gradient at i, and takes the column

@@ -24,12 +24,14 @@ class Raw(NamedTuple):
 
 class Plan(NamedTuple):
     """How a kernel walks: `heads` and `chunks` per grid step, written in groups of `group` heads,
-    the next group begun `lag` rounds after the one before."""
+    the next group begun `lag` rounds after the one before; and whether a chunk's square roots
+    share a register."""
 
     heads: int
     chunks: int
     group: int
     lag: int
+    share_roots: bool = False
 
 
 def lanes(ref, h, heads):
@@ -38,10 +40,10 @@ def lanes(ref, h, heads):
     return slice(h * width, (h + 1) * width)
 
 
-def betas(ref, rows, raw):
+def minus_betas(ref, rows, raw):
     """[C, heads]"""
     beta = ref[0, 0, rows]
-    return 0.5 + 0.5 * jnp.tanh(0.5 * beta) if raw else beta
+    return -0.5 - 0.5 * jnp.tanh(0.5 * beta) if raw else -beta
 
 
 def decays(refs, rows, h, heads, raw):
@@ -56,27 +58,43 @@ def decays(refs, rows, h, heads, raw):
     return half + half * jnp.tanh(g * rate + bias)
 
 
-def load(refs, rows, h, heads, beta, raw):
-    """A function from a tile to its q, k and beta in float32, from the refs of q and k."""
+def inverse_norms(refs, rows, h, heads, share):
+    """1 / |row| of q and k, [C, 1].
+
+    A square root is some eight operations on a whole register, of which a column of sums fills one
+    lane. With `share` lane i of one register holds rows 8 i to 8 i + 7 of q, lane 16 + i of k;
+    moving them there and back takes the other unit's time instead.
+    """
+    xs = (ref[0, rows, lanes(ref, h, heads)].astype(F32) for ref in refs)
+    sums = [jnp.sum(x * x, 1, keepdims=True) for x in xs]
+    if not share:
+        return [jax.lax.rsqrt(x + NORM_EPS) for x in sums]
+    columns = [(n, slice(at, at + 8)) for n in range(len(sums)) for at in range(0, CHUNK, 8)]
+    lane, shared = chunk.iota((8, 128), 1), jnp.ones((8, 128), F32)
+    for i, (n, at) in enumerate(columns):
+        shared = jnp.where(lane == i, sums[n][at], shared)
+    roots, per_x = jax.lax.rsqrt(shared + NORM_EPS), CHUNK // 8
+    every = [roots[:, i : i + 1] for i in range(len(columns))]
+    return [jnp.concatenate(every[n * per_x : (n + 1) * per_x], 0) for n in range(len(sums))]
+
+
+def load(refs, rows, h, heads, minus_beta, norms, raw):
+    """A function from a slice of the chunk's rows to its Tile, from the refs of q and k."""
 
     @functools.cache
     def tile(t):
         at = slice(rows.start + t.start, rows.start + t.stop)
         q, k = (ref[0, at, lanes(ref, h, heads)].astype(F32) for ref in refs)
         if not raw:
-            return chunk.Tile(q, k, beta[t, h : h + 1])
-        norm_q, norm_k = inverse_norm(q) * raw.scale, inverse_norm(k)
-        return chunk.Tile(q * norm_q, k * norm_k, beta[t, h : h + 1], norm_q, norm_k)
+            return chunk.Tile(q, k, minus_beta[t, h : h + 1])
+        norm_q, norm_k = norms[0][t] * raw.scale, norms[1][t]
+        return chunk.Tile(q * norm_q, k * norm_k, minus_beta[t, h : h + 1], norm_q, norm_k)
 
     return tile
 
 
 def values(ref, rows, h, heads):
     return ref[0, rows, lanes(ref, h, heads)].astype(F32)
-
-
-def inverse_norm(x):
-    return jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) + NORM_EPS)
 
 
 def clear_pads(mask_ref, refs, fills):
@@ -117,7 +135,7 @@ def walk(group, chunks, mask_ref, beta_ref, plan, raw):
     work = []
     for c in chunks:
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        m, beta = chunk.masks(mask_ref[0, c]), betas(beta_ref, rows, raw)
+        m, beta = chunk.masks(mask_ref[0, c]), minus_betas(beta_ref, rows, raw)
         for i, first in enumerate(range(0, plan.heads, plan.group)):
             heads = range(first, first + plan.group)
             slot = c * (plan.heads // plan.group) + i
@@ -129,15 +147,21 @@ def walk(group, chunks, mask_ref, beta_ref, plan, raw):
     stagger(work, plan.lag)
 
 
-def before_the_state(refs, rows, heads, beta, m, totals, scratch, plan, raw):
+def before_the_state(refs, rows, heads, beta, m, scratch, plan, raw):
     """The part of a group that needs no state, and that both kernels begin with.
 
-    `refs` of q, k, v, g, rate and bias; `totals` are left with the summed decays. Returns a list
-    over heads of each: the functions that give tiles, fronts, P and (I + L)^-1.
+    `refs` of q, k, v, g, rate and bias. Returns a list over heads of each: summed log2 decays, the
+    functions that give tiles, fronts, P and (I - N)^-1.
     """
-    chunk.running_sums([decays(refs[3:], rows, h, plan.heads, raw) for h in heads], totals)
+    norms = [
+        inverse_norms(refs[:2], rows, h, plan.heads, plan.share_roots) if raw else None
+        for h in heads
+    ]
+    totals = [chunk.running_sums(decays(refs[3:], rows, h, plan.heads, raw)) for h in heads]
     yield
-    tokens = [load(refs[:2], rows, h, plan.heads, beta, raw) for h in heads]
+    tokens = [
+        load(refs[:2], rows, h, plan.heads, beta, n, raw) for h, n in zip(heads, norms, strict=True)
+    ]
     fronts = []
     for x, total in zip(tokens, totals, strict=True):
         fronts.append(chunk.front(x, total, m))
@@ -146,14 +170,14 @@ def before_the_state(refs, rows, heads, beta, m, totals, scratch, plan, raw):
     attends, lows = [p for p, _ in both], [low for _, low in both]
     yield
     bases = yield from chunk.base_inverse(lows, scratch)
-    inverses = yield from chunk.inverse([low.astype(BF16) for low in lows], bases)
-    return tokens, fronts, attends, inverses
+    inverses = yield from chunk.inverse(lows, bases)
+    return totals, tokens, fronts, attends, inverses
 
 
 def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, saves):
     """One grid step: `plan.chunks` chunks of `plan.heads` heads; time is the last grid axis."""
     gates, rest = (rest[:2], rest[2:]) if raw else ((), rest)
-    start_ref, o_ref, state_ref, *saved_ref, sums, scratch = rest
+    start_ref, o_ref, state_ref, *saved_ref, scratch = rest
     refs = (q_ref, k_ref, v_ref, g_ref, *gates)
 
     @pl.when(pl.program_id(2) == 0)
@@ -164,9 +188,8 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, sav
 
     def group(c, heads, slot, beta, m, done):
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        totals = [sums.at[c, h] for h in heads]
-        _, fronts, attends, inverses = yield from before_the_state(
-            refs, rows, heads, beta, m, totals, scratch.at[slot], plan, raw
+        _, _, fronts, attends, inverses = yield from before_the_state(
+            refs, rows, heads, beta, m, scratch.at[slot], plan, raw
         )
         while c and (c - 1, heads[0]) not in done:
             yield
@@ -177,7 +200,7 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw, sav
         seen = [chunk.dot(f.read, s) for f, s in zip(fronts, states, strict=True)]
         yield
         rs = [
-            values(v_ref, rows, h, plan.heads) - x[CHUNK:] for h, x in zip(heads, seen, strict=True)
+            x[CHUNK:] - values(v_ref, rows, h, plan.heads) for h, x in zip(heads, seen, strict=True)
         ]
         us = [chunk.dot(t, r).astype(BF16) for t, r in zip(inverses, rs, strict=True)]
         yield

@@ -116,13 +116,13 @@ def test_keys_that_are_alike(alike):
 
 
 def test_float32_inputs_and_a_ragged_length():
-    """T = 130 fills two steps of one chunk inside; float32 operands are rounded in the products."""
-    compare(projected(130, dtype=jnp.float32), [1] * 130)
+    """T = 1000 ends inside the eighth step; float32 operands are rounded in the products."""
+    compare(projected(1000, dtype=jnp.float32), [1] * 1000)
 
 
 def test_heads_and_chunks_side_by_side_are_each_alone():
     """Two rows, four heads in two groups, two chunks a step, T = 300: as one head at a time."""
-    plans = (Plan(4, 2, 2, 2), Plan(2, 2, 2, 1))
+    plans = (Plan(4, 2, 2, 2, share_roots=True), Plan(2, 2, 2, 1, share_roots=True))
     x, segments = projected(300, B=2, H=4), np.repeat([[1, 2], [3, 3]], 150, axis=1)
     run = jax.jit(partial(pulled, partial(gated, plans=plans)))
     compare(x, segments, run=run)

@@ -4,8 +4,9 @@ One device's share of the released model: 12 of 96 heads, 14 of 896 experts with
 a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are
 profiled in eighths of T where that is linear and the whole would take gigabytes. Where the profiler
 ends the process, XLA's own estimates of its fusions stand in ("note"). Whole layers are estimates
-too; the delta rule, splash attention and the grouped products are left out of them, as they have
-tables of their own. `top` names what takes most: operation, modelled us, MB.
+too; the delta rule, splash attention, the grouped products and the short convolutions are left out
+of them, as they have rows of their own. Cases with "pallas" are our kernels for the case before.
+`top` names what takes most: operation, modelled us, MB.
 """
 
 import dataclasses
@@ -22,13 +23,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import k3_jax.layers.moe
 from benchmarks.tpucost import CHIPS, NoFigure, answer, ask, operations, row, tpu_cost
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
-from k3_jax.layers.attn_res import _mix
-from k3_jax.layers.conv import short_conv
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.moe import Moe, permute
+from k3_jax.layers.moe import spread as spread_rows
 from k3_jax.state import Rows
+from pallas_kernels import attn_res
+from pallas_kernels.conv import mosaic_kernels as conv_kernels
+from pallas_kernels.conv import short_conv
 from pallas_kernels.mla import absorbed_attention, self_attention
+from pallas_kernels.top_k import top_k as choose
 from sharding import AXES
 
 T, D, H, E, A, L, F = 8192, 7168, 12, 896, 16, 3584, 3072
@@ -36,7 +40,7 @@ LOCAL_EXPERTS, SLOTS = 14, 8192
 PIECES = 8  # of T, where cost is linear in it
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
-LEFT_OUT = ("left_out", "kda_", "splash_")  # Pallas calls by their names
+LEFT_OUT = ("left_out", "kda_", "splash_", "conv_")  # Pallas calls by their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +92,8 @@ def cost(chip, case, direction):
     """In a process of its own."""
     jax.default_backend = lambda: "tpu"  # impl="auto" chooses as it would there
     k3_jax.layers.moe.grouped_matmul = no_product
-    name, *sizes = case.split()
-    c = PARTS[name](direction != "forward", *map(int, sizes))
+    name, *options = case.split()
+    c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
     if c.module is None:
         r = tpu_cost(c.fn, c.args, chip)
         ops, temp = r["ops"], r["temp_bytes"]
@@ -146,18 +150,20 @@ def both(fn, n):
     return run
 
 
-def mix(backward, n):
+def mix(backward, n, impl="reference"):
     """AttnRes: n candidates read, one row written; backward: read again, with dy, n written."""
-    candidate = S((1, T // PIECES, D), BF16)
+    # A kernel's first block is waited for, once in each piece.
+    pieces = 2 if impl == "pallas" else PIECES
+    candidate = S((1, T // pieces, D), BF16)
     one = candidate.size * 2
 
     def fn(probe, *candidates):
-        return _mix(candidates, probe, 1e-5)
+        return attn_res.mix(candidates, probe, eps=1e-5, impl=impl)
 
     args = (S((D,), F32), *[candidate] * n)
     if not backward:
-        return Case(fn, args, (n + 1) * one, times=PIECES)
-    return Case(both(fn, n + 1), (candidate, *args), (3 * n + 2) * one, times=PIECES)
+        return Case(fn, args, (n + 1) * one, times=pieces)
+    return Case(both(fn, n + 1), (candidate, *args), (3 * n + 2) * one, times=pieces)
 
 
 def attend(backward):
@@ -175,7 +181,7 @@ def attend(backward):
     return Case(both(fn, 3), (v_BTHv, *args), 3 * moved, flops)
 
 
-def absorbed(_, n_rows):
+def absorbed(_, n_rows, impl="plain"):
     """One token a row against its 8192 slots: the latent cache is read once."""
     args = (
         *(S((n_rows, 1, H, n), BF16) for n in (512, 64)),
@@ -183,7 +189,7 @@ def absorbed(_, n_rows):
         S((n_rows, 1), I32),
     )
     moved, pairs = 2 * n_rows * (SLOTS * 576 + H * (576 + 512)), n_rows * H * SLOTS
-    fn = functools.partial(absorbed_attention, scale=192**-0.5)
+    fn = functools.partial(absorbed_attention, scale=192**-0.5, impl=impl)
     return Case(fn, args, moved, 2 * pairs * (576 + 512))
 
 
@@ -203,14 +209,14 @@ def scores(backward):
     return Case(both(fn, 2), (S((1, T, E), F32), *args), 2 * moved, 3 * flops)
 
 
-def top_k(_):
+def top_k(_, impl="reference"):
     """The choice: scores read, indices written."""
     t = T // PIECES
 
     def fn(scores, bias):
-        return jax.lax.top_k(scores + bias, A)[1]
+        return choose(scores, A, bias_E=bias, impl=impl)
 
-    return Case(fn, (S((1, t, E), F32), S((E,), F32)), 4 * t * (E + A), times=PIECES)
+    return Case(fn, (S((t, E), F32), S((E,), F32)), 4 * t * (E + A), times=PIECES)
 
 
 def order(_):
@@ -237,15 +243,14 @@ def chosen_scores(backward):
     return Case(both(fn, 1), (S((1, t, A), F32), *args), 2 * moved, times=PIECES)
 
 
-def spread(_):
-    """Each token's 16 copies, sorted by expert: a row read, 16 written."""
+def spread(backward):
+    """Each token's 16 copies, sorted by expert: a row read, 16 written; backward the converse."""
     t = T // PIECES
-
-    def fn(latent, order, place):
-        return permute(jnp.repeat(latent, A, axis=0), order, place)
-
-    n = S((t * A,), I32)
-    return Case(fn, (S((t, L), BF16), n, n), 2 * L * t * (1 + A) + 4 * t * A, times=PIECES)
+    args = (S((t, L), BF16), S((t * A,), I32), S((t, A), I32))
+    moved = 2 * L * t * (1 + A) + 4 * t * A
+    if not backward:
+        return Case(spread_rows, args, moved, times=PIECES)
+    return Case(both(spread_rows, 1), (S((t * A, L), BF16), *args), 2 * moved, times=PIECES)
 
 
 def combine(_):
@@ -261,18 +266,23 @@ def combine(_):
     return Case(fn, args, 2 * L * t * (1 + A) + 8 * t * A, times=PIECES)
 
 
-def convs(backward):
-    """The three short convolutions: read once, written once; backward also dy in and du out."""
+def convs(backward, impl="reference", chunks="plain"):
+    """The three short convolutions: read once, written once; backward also dy in and du out.
 
-    def fn(q, k, v, taps, history, segments):
-        return tuple(short_conv(x, taps, history, segments)[0] for x in (q, k, v))
+    The profiler adds up both arms of a branch, so chunks of the kernel are either all without
+    beginnings of documents and pads or all "masked".
+    """
+    conv_kernels.per_chunk = lambda plain, index, run: run(chunks == "masked")
 
-    u = S((1, T, H, 128), BF16)
-    args = (u, u, u, S((4, H, 128), F32), S((1, 3, H, 128), BF16), S((1, T), I32))
-    one = 3 * u.size * 2
+    def fn(u, taps, history, segments):
+        return short_conv(u, taps, history, segments, impl=impl)[0]
+
+    # One of the three and half of its tokens.
+    u = S((1, T // 2, H * 128), BF16)
+    args = (u, S((4, H * 128), F32), S((1, 3, H * 128), BF16), S((1, T // 2), I32))
     if not backward:
-        return Case(fn, args, 2 * one)
-    return Case(both(fn, 4), ((u, u, u), *args), 5 * one)
+        return Case(fn, args, 2 * 2 * u.size, times=6)
+    return Case(both(fn, 3), (u, *args), 5 * 2 * u.size, times=6)
 
 
 def layer(make, products, moved, experts, backward):
@@ -371,13 +381,16 @@ PARTS = {
 }
 FORWARD, BOTH = ("forward",), ("forward", "forward+backward")
 CASES = {
-    **dict.fromkeys(("mix 4", "mix 12", "prefill"), BOTH),
-    **dict.fromkeys(("absorbed 8", "absorbed 64"), FORWARD),
+    **dict.fromkeys(("mix 4", "mix 4 pallas", "mix 12", "mix 12 pallas", "prefill"), BOTH),
+    **dict.fromkeys(("absorbed 8", "absorbed 8 pallas"), FORWARD),
+    **dict.fromkeys(("absorbed 64", "absorbed 64 pallas"), FORWARD),
     "scores": BOTH,
-    **dict.fromkeys(("top_k", "order"), FORWARD),
+    **dict.fromkeys(("top_k", "top_k pallas", "order"), FORWARD),
     "chosen_scores": BOTH,
-    **dict.fromkeys(("spread", "combine"), FORWARD),
-    **dict.fromkeys(("convs", "layer_kda", "layer_mla", "layer_moe"), BOTH),
+    "spread": BOTH,
+    "combine": FORWARD,
+    **dict.fromkeys(("convs", "convs pallas", "convs pallas masked"), BOTH),
+    **dict.fromkeys(("layer_kda", "layer_mla", "layer_moe"), BOTH),
 }
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ def read(w: nnx.Param, dtype=None) -> jax.Array:
     return gathered(array if dtype is None else array.astype(dtype))
 
 
-def einsum(equation: str, x: jax.Array, w: nnx.Param) -> jax.Array:
-    """`jnp.einsum` of an activation with a parameter, in the activation's dtype.
+def einsum(equation: str, x: jax.Array, w: nnx.Param, *, shape=None) -> jax.Array:
+    """`jnp.einsum` of an activation with a parameter, reshaped if asked, in the activation's dtype.
 
     float32 means float32: matrix units that would round the operands are told not to.
     """
+    array = read(w, x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x, read(w, x.dtype), precision=precision)
+    array = array if shape is None else array.reshape(shape)
+    return jnp.einsum(equation, x, array, precision=precision)

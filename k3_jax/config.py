@@ -14,6 +14,7 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
     W       4   convolution taps              E     896   routed experts
     A      16   experts per token             L    3584   latent width of the routed experts
     J       9   AttnRes candidates            G       -   stacked groups of layers
+    X   12288   channels of all KDA heads, H k
 """
 
 import dataclasses

@@ -8,8 +8,7 @@ import tiny
 
 from k3_jax import config as config_module
 from k3_jax.layers.attn_res import AttnRes
-from k3_jax.layers.conv import short_conv
-from k3_jax.layers.moe import Moe
+from k3_jax.layers.moe import Moe, spread
 from k3_jax.layers.norm import gated_rms_norm, rms_norm
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.state import Rows
@@ -62,6 +61,19 @@ def test_rms_norm_rounds_before_the_weight():
     assert np.array_equal(rms_norm(x, w, 1e-5), normed * np.asarray(w))
 
 
+def test_the_gated_norm_has_a_mean_for_each_head():
+    """Heads side by side on one axis, against a loop over them; float32 sums."""
+    x, gate = (3 * jax.random.normal(jax.random.key(i), (2, 5, 24)) for i in (0, 1))
+    w = jax.random.normal(jax.random.key(2), (8,))
+    got = gated_rms_norm(x, gate, w, 1e-5)
+    for h in range(3):
+        at = slice(8 * h, 8 * h + 8)
+        xh = np.asarray(x[..., at], np.float64)
+        want = np.asarray(w) * xh / np.sqrt((xh**2).mean(-1, keepdims=True) + 1e-5)
+        want /= 1 + np.exp(-np.asarray(gate[..., at], np.float64))
+        np.testing.assert_allclose(got[..., at], want, rtol=2e-6, atol=1e-7)
+
+
 def test_norms_of_zero_rows_have_finite_gradients():
     """T06: an l2 norm of a zero row exploded."""
     zero = jnp.zeros((1, 8))
@@ -70,42 +82,11 @@ def test_norms_of_zero_rows_have_finite_gradients():
         assert np.all(np.isfinite(jax.jacobian(norm)(zero)))
 
 
-def test_the_convolution_is_its_definition_and_stays_in_its_document():
-    """T06, T07: a loop over tokens; the history belongs to the first document only."""
-    rng = np.random.default_rng(0)
-    u = rng.normal(size=(2, 9, 3)).astype(np.float32)
-    taps, history = (
-        rng.normal(size=(4, 3)).astype(np.float32),
-        rng.normal(size=(2, 3, 3)).astype(np.float32),
-    )
-    segments = np.array([[1, 1, 1, 1, 2, 2, 3, 0, 0], [0, 0, 5, 5, 5, 5, 5, 5, 5]])
-    y, after = short_conv(*map(jnp.asarray, (u, taps, history, segments)))
-    for b in range(2):
-        first = segments[b][segments[b] != 0][0]
-        line = np.concatenate([history[b], u[b]])
-        owner = np.concatenate([[first] * 3, segments[b]])
-        for t in range(9):
-            want = sum(taps[w] * line[t + w] * (owner[t + w] == segments[b, t]) for w in range(4))
-            if segments[b, t]:
-                np.testing.assert_allclose(
-                    y[b, t], want / (1 + np.exp(-want)), rtol=2e-5, atol=1e-6
-                )
-    np.testing.assert_array_equal(after[0], np.concatenate([history[0], u[0]])[7:10])
-
-
-def test_a_row_without_tokens_keeps_its_convolution_history():
-    history = jnp.arange(6.0).reshape(1, 3, 2)
-    _, after = short_conv(
-        jnp.ones((1, 4, 2)), jnp.ones((4, 2)), history, jnp.zeros((1, 4), jnp.int32)
-    )
-    assert np.array_equal(after, history)
-
-
 def test_the_mixture_is_its_definition(one_device):
     """k3-facts 3.3: raw rows, keys normed, no scale; a lone candidate passes as it is."""
     mix = AttnRes(tiny.CONFIG, rngs=tiny.rngs())
     mix.query_D[...] = jax.random.normal(jax.random.key(1), mix.query_D.shape)
-    rows = [jax.random.normal(jax.random.key(i), (2, 3, 32)) * 3**i for i in range(3)]
+    rows = [placed(jax.random.normal(jax.random.key(i), (2, 3, 32)) * 3**i) for i in range(3)]
     r = np.stack([np.asarray(x, np.float64) for x in rows])
     keys = r / np.sqrt((r**2).mean(-1, keepdims=True) + 1e-5)
     scores = keys @ np.asarray(mix.norm_D[...] * mix.query_D[...], np.float64)
@@ -140,6 +121,17 @@ def test_the_mixture_of_experts_is_a_loop_over_tokens(one_device):
         mixed /= np.sqrt((mixed**2).mean() + 1e-5)
         want = mixed @ w["up_LD"] + np.asarray(moe.shared(x[b : b + 1, t : t + 1]))[0, 0]
         np.testing.assert_allclose(y[b, t], want, rtol=2e-4, atol=2e-5)
+
+
+def test_copies_of_tokens_are_spread_and_their_gradients_summed():
+    """Against autodiff of the same gather; sums of three float32 terms."""
+    x = jax.random.normal(jax.random.key(0), (5, 4))
+    order = jax.random.permutation(jax.random.key(1), 15)
+    dy = jax.random.normal(jax.random.key(2), (15, 4))
+    y, pull = jax.vjp(lambda x: spread(x, order, jnp.argsort(order).reshape(5, 3)), x)
+    want, pull_want = jax.vjp(lambda x: jnp.repeat(x, 3, axis=0)[order], x)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_allclose(pull(dy)[0], pull_want(dy)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_is_the_mean_over_targets_whatever_the_chunk(one_device):

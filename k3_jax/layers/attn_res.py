@@ -1,13 +1,13 @@
 """Attention Residuals: a sub-layer reads a learned mixture of the stream's earlier sums."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from k3_jax.axes import ones, read, weight, zeros
 from k3_jax.config import ModelConfig
+from pallas_kernels.attn_res import mix
+from sharding import on_shards
 
 F32 = jnp.float32
 
@@ -31,19 +31,10 @@ class AttnRes(nnx.Module):
         if len(candidates) == 1:
             return candidates[0]
         probe_D = read(self.norm_D, F32) * read(self.query_D, F32)
-        return _mix(candidates, probe_D, self.eps)
 
+        def run(*args):
+            return mix(args[:-1], args[-1], eps=self.eps)
 
-# The backward pass keeps the candidates as they are, not their float32 copies (T31).
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _mix(candidates, probe_D, eps):
-    scores = []
-    for row_BTD in candidates:
-        row = row_BTD.astype(F32)
-        scale = jax.lax.rsqrt(jnp.mean(row * row, axis=-1) + eps)
-        scores.append(jnp.einsum("BTD,D->BT", row, probe_D, precision="highest") * scale)
-    weights_JBT = jax.nn.softmax(jnp.stack(scores), axis=0)
-    mixed = sum(
-        w_BT[..., None] * row.astype(F32) for w_BT, row in zip(weights_JBT, candidates, strict=True)
-    )
-    return mixed.astype(candidates[0].dtype)
+        # A Pallas call needs shard_map.
+        signature = ",".join(["BTD"] * len(candidates)) + ",D -> BTD"
+        return on_shards(run, signature)(*candidates, probe_D)

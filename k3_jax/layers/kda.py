@@ -6,9 +6,9 @@ from flax import nnx
 
 from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig
-from k3_jax.layers.conv import short_conv
 from k3_jax.layers.norm import gated_rms_norm
 from k3_jax.state import KdaCache, Rows, fresh_kda
+from pallas_kernels.conv import short_conv
 from pallas_kernels.kda import gated_kda
 from sharding import on_shards
 
@@ -57,23 +57,20 @@ class Kda(nnx.Module):
     def __call__(self, x_BTD, rows: Rows, cache: KdaCache | None):
         """x_BTD -> y_BTD and the cache after the rows' last real tokens."""
         state = fresh_kda(self.config, x_BTD.shape[0]) if cache is None else cache
-        logit_BTHk = einsum(
-            "BTR,RHk->BTHk", einsum("BTD,DR->BTR", x_BTD, self.decay_a_DR), self.decay_b_RHk
-        )
         mix = on_shards(
             self._mix,
-            "BTHk,BTHk,BTHv,BTHk,BTH,BT,H,Hk,WHk,WHk,WHv,BHkv,BWHk,BWHk,BWHv"
-            " -> BTHv,BHkv,BWHk,BWHk,BWHv",
+            "BTX,BTX,BTX,BTX,BTX,BTH,BT,H,Hk,v,WHk,WHk,WHv,BHkv,BWHk,BWHk,BWHv"
+            " -> BTX,BHkv,BWHk,BWHk,BWHv",
         )
-        o_BTHv, *after = mix(
-            einsum("BTD,DHk->BTHk", x_BTD, self.q_DHk),
-            einsum("BTD,DHk->BTHk", x_BTD, self.k_DHk),
-            einsum("BTD,DHv->BTHv", x_BTD, self.v_DHv),
-            logit_BTHk,
+        y_BTX, *after = mix(
+            *(heads_out(x_BTD, w) for w in (self.q_DHk, self.k_DHk, self.v_DHv)),
+            heads_out(einsum("BTD,DR->BTR", x_BTD, self.decay_a_DR), self.decay_b_RHk),
+            heads_out(x_BTD, self.gate_DHv),
             einsum("BTD,DH->BTH", x_BTD, self.beta_DH),
             rows.segments_BT,
             read(self.a_log_H),
             read(self.decay_bias_Hk),
+            read(self.out_norm_v),
             read(self.q_conv_WHk),
             read(self.k_conv_WHk),
             read(self.v_conv_WHv),
@@ -82,19 +79,34 @@ class Kda(nnx.Module):
             state.k_BWHk,
             state.v_BWHv,
         )
-        gate_BTHv = einsum("BTD,DHv->BTHv", x_BTD, self.gate_DHv)
-        y_BTHv = gated_rms_norm(o_BTHv, gate_BTHv, read(self.out_norm_v), self.config.norm_eps)
-        y_BTD = einsum("BTHv,HvD->BTD", y_BTHv, self.out_HvD)
+        y_BTD = einsum("BTX,XD->BTD", y_BTX, self.out_HvD, shape=(-1, x_BTD.shape[-1]))
         return y_BTD, None if cache is None else KdaCache(*after)
 
-    def _mix(self, q, k, v, logit, beta, segments, a_log, bias, q_taps, k_taps, v_taps, *cache):
-        """Convolutions, norms, gate and delta rule on one device's rows."""
-        state, q_past, k_past, v_past = cache
-        q, q_past = short_conv(q, q_taps, q_past, segments)
-        k, k_past = short_conv(k, k_taps, k_past, segments)
-        v, v_past = short_conv(v, v_taps, v_past, segments)
+    def _mix(
+        self, q, k, v, logit, gate, beta, segments, a_log, bias, norm, q_taps, k_taps, v_taps, *past
+    ):
+        """Convolutions, norms, gate and delta rule on one device's rows; heads on one axis, X."""
+        (B, T, H), (state, q_past, k_past, v_past) = beta.shape, past
+        q, q_past = conv(q, q_taps, q_past, segments)
+        k, k_past = conv(k, k_taps, k_past, segments)
+        v, v_past = conv(v, v_taps, v_past, segments)
+        q, k, v, logit = (x.reshape(B, T, H, -1) for x in (q, k, v, logit))
         o, state = gated_kda(
             *(q, k, v, logit, beta, a_log, bias, state, segments),
             lower_bound=self.config.kda.gate_lower_bound,
         )
-        return o, state, q_past, k_past, v_past
+        y = gated_rms_norm(o.reshape(gate.shape), gate, norm, self.config.norm_eps)
+        return y, state, q_past, k_past, v_past
+
+
+def heads_out(x_BTD, w_DHk):
+    """x W as [B, T, H k]: a TPU pads an axis of 12 heads to 16, and moves data to make one."""
+    return einsum("BTD,DX->BTX", x_BTD, w_DHk, shape=(x_BTD.shape[-1], -1))
+
+
+def conv(u_BTX, taps_WHk, history_BWHk, segments_BT):
+    B, W, H, k = history_BWHk.shape
+    y_BTX, after_BWX = short_conv(
+        u_BTX, taps_WHk.reshape(W + 1, -1), history_BWHk.reshape(B, W, -1), segments_BT
+    )
+    return y_BTX, after_BWX.reshape(history_BWHk.shape)

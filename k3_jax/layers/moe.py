@@ -11,6 +11,7 @@ from k3_jax.layers.norm import rms_norm
 from k3_jax.state import Rows
 from pallas_kernels.experts import grouped_matmul
 from pallas_kernels.situ import situ_glu
+from pallas_kernels.top_k import top_k
 from sharding import on_shards
 
 F32 = jnp.float32
@@ -60,7 +61,9 @@ class Moe(nnx.Module):
         return einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD), forced_BTA
 
     def _choose(self, scores_BTE, bias_E):
-        return jax.lax.top_k(scores_BTE + bias_E, self.config.moe.n_active)[1]
+        B, T, E = scores_BTE.shape
+        chosen_nA = top_k(scores_BTE.reshape(B * T, E), self.config.moe.n_active, bias_E=bias_E)
+        return chosen_nA.reshape(B, T, -1)
 
     def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, gate_ELF, up_ELF, down_EFL):
         """The weighted sum of each token's experts on one device's rows."""
@@ -74,8 +77,7 @@ class Moe(nnx.Module):
         place_n = jnp.argsort(order_n)
         sizes_E = jnp.bincount(expert_n, length=E + 1)[:E]
 
-        copies_nL = jnp.repeat(latent_BTL.reshape(B * T, -1), A, axis=0)
-        x_nL = permute(copies_nL, order_n, place_n)
+        x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_n.reshape(B * T, A))
         gate_nF, up_nF = (
             grouped_matmul(x_nL, gate_ELF, sizes_E),
             grouped_matmul(x_nL, up_ELF, sizes_E),
@@ -85,6 +87,28 @@ class Moe(nnx.Module):
         y_BTAL = permute(y_nL, place_n, order_n).reshape(B, T, A, -1)
         mixed_BTL = jnp.einsum("BTAL,BTA->BTL", y_BTAL.astype(F32), weights_BTA)
         return mixed_BTL.astype(latent_BTL.dtype)
+
+
+@jax.custom_vjp
+def spread(x_NL, order_n, place_NA):
+    """The copies of each token, sorted by expert: row order[i] // A for the i-th.
+
+    place says where a token's copies went. The gradient is their sum in float32, gathered, where
+    autodiff would scatter.
+    """
+    return x_NL[order_n // place_NA.shape[1]]
+
+
+def _spread_fwd(x_NL, order_n, place_NA):
+    return spread(x_NL, order_n, place_NA), place_NA
+
+
+def _spread_bwd(place_NA, dy_nL):
+    dx_NL = jnp.sum(dy_nL[place_NA], axis=1, dtype=F32)
+    return dx_NL.astype(dy_nL.dtype), None, None
+
+
+spread.defvjp(_spread_fwd, _spread_bwd)
 
 
 @jax.custom_vjp

@@ -10,9 +10,10 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla import blocks, reference, splash
+from pallas_kernels.mla import absorbed, blocks, reference, splash
 
 IMPLS = ("auto", "blocks", "splash", "reference")
+ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
 __all__ = ["absorbed_attention", "cached_attention", "self_attention"]
 
@@ -65,15 +66,22 @@ def cached_attention(q_BTHq, k_BSHq, v_BSHv, q_index_BT, *, scale):
     _check_int("cached_attention", "q_index", q_index_BT, q_BTHq.shape[:2])
     live_BS = _live_slots(q_index_BT, k_BSHq.shape[1])
     k, v = (jnp.where(live_BS[..., None, None], x, 0) for x in (k_BSHq, v_BSHv))
-    return _attend_slots(q_BTHq, k, v, q_index_BT, scale)
+    q_BTHq = jnp.where((q_index_BT >= 0)[..., None, None], q_BTHq, 0)
+    one_segment = (jnp.zeros_like(q_index_BT), jnp.zeros_like(live_BS, dtype=q_index_BT.dtype))
+    return blocks.attend(
+        q_BTHq, k, v, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
+    )
 
 
-def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale):
+def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, impl="auto"):
     """o_t = sum over slots s <= q_index_t of softmax(scale (q_t.c_s + q_pe_t.k_pe_s)) c_s.
 
     The decode form: M = C + r, a slot is [c | k_pe], shared by all heads. The query is already
     multiplied by the key half of kv_b, and the value half is applied to the result [B,T,H,C] by
-    the caller. q_index_BT as in `cached_attention`.
+    the caller. q_index_BT, pads and dead slots as in `cached_attention`.
+    impl: "plain" is jnp; "pallas" a TPU kernel for up to 8 queries a row and C in multiples of
+    128, without a gradient, which reads the live part of the cache once; "auto" is "pallas" on TPU
+    for what it can take, else "plain". Raises ValueError for what does not fit.
     """
     (C, r), M = (q_BTHC.shape[-1], q_pe_BTHr.shape[-1]), latent_BSM.shape[-1]
     if C + r != M or q_BTHC.shape[:3] != q_pe_BTHr.shape[:3]:
@@ -82,18 +90,14 @@ def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale):
             f"agree in B, T, H and their widths must sum to the latent's M={M}"
         )
     _check_int("absorbed_attention", "q_index", q_index_BT, q_BTHC.shape[:2])
-    live_BS1 = _live_slots(q_index_BT, latent_BSM.shape[1])[..., None]
-    latent_BSM = jnp.where(live_BS1, latent_BSM, 0)
+    if impl not in ABSORBED_IMPLS:
+        raise ValueError(f"absorbed_attention: impl={impl!r} is not one of {ABSORBED_IMPLS}")
     q_BTHM = jnp.concatenate([q_BTHC, q_pe_BTHr], axis=-1)
-    return _attend_slots(q_BTHM, latent_BSM, latent_BSM[..., :C], q_index_BT, scale)
-
-
-def _attend_slots(q_BTHq, k, v, q_index_BT, scale):
-    q_BTHq = jnp.where((q_index_BT >= 0)[..., None, None], q_BTHq, 0)
-    one_segment = (jnp.zeros_like(q_index_BT), jnp.zeros_like(q_index_BT, shape=k.shape[:2]))
-    return blocks.attend(
-        q_BTHq, k, v, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
-    )
+    if impl == "auto":
+        reason = absorbed.fits(q_BTHM, latent_BSM, C)
+        impl = _auto_absorbed(jax.default_backend(), reason)
+    attend = absorbed.attend if impl == "pallas" else absorbed.attend_plain
+    return attend(q_BTHM, latent_BSM, q_index_BT, scale=scale, C=C)
 
 
 def _live_slots(q_index_BT, S):
@@ -104,6 +108,14 @@ def _live_slots(q_index_BT, S):
 def _auto(backend):
     impl = "splash" if backend == "tpu" else "blocks"
     logging.getLogger(__name__).info("MLA self-attention on %s: %s", backend, impl)
+    return impl
+
+
+@cache
+def _auto_absorbed(backend, reason):
+    impl = "pallas" if backend == "tpu" and not reason else "plain"
+    said = f": {reason}" if reason else ""
+    logging.getLogger(__name__).info("MLA absorbed attention on %s: %s%s", backend, impl, said)
     return impl
 
 

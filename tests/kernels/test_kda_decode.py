@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from k3_jax.layers.conv import short_conv
 from k3_jax.layers.norm import gated_rms_norm
 from pallas_kernels import kda
+from pallas_kernels.conv import short_conv
 from pallas_kernels.kda import decode
 from pallas_kernels.kda.decode import Sizes, heads_per_step, kda_decode, vmem_bytes
 from pallas_kernels.kda.decode_reference import kda_decode_reference

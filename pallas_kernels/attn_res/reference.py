@@ -1,0 +1,24 @@
+"""MIX in jnp, by its definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+F32 = jnp.float32
+
+
+# The backward pass keeps the candidates as they are, not their float32 copies (T31).
+@functools.partial(jax.checkpoint, static_argnums=2)
+def mix_reference(candidates, probe_D, eps):
+    """sum_j softmax_j(row_j . probe / rms(row_j)) row_j; rows [B, T, D]."""
+    scores = []
+    for row_BTD in candidates:
+        row = row_BTD.astype(F32)
+        scale = jax.lax.rsqrt(jnp.mean(row * row, axis=-1) + eps)
+        scores.append(jnp.einsum("BTD,D->BT", row, probe_D, precision="highest") * scale)
+    weights_JBT = jax.nn.softmax(jnp.stack(scores), axis=0)
+    mixed = sum(
+        w_BT[..., None] * row.astype(F32) for w_BT, row in zip(weights_JBT, candidates, strict=True)
+    )
+    return mixed.astype(candidates[0].dtype)

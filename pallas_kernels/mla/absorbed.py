@@ -1,0 +1,192 @@
+"""Absorbed decode attention: a few queries a row against the latent cache as it lies.
+
+Scores and sum both multiply with the same slots, so one pass over the cache does: `attend` is a TPU
+kernel with a running softmax, `attend_plain` the same in jnp, where XLA reads the cache twice.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.common import dot32, vary, varying
+
+F32 = jnp.float32
+LANES = 128
+MOST_TOKENS = 8
+MOST_SLOTS = 1024  # a step
+HIDDEN = -1e30  # a score that counts for nothing and, unlike -inf, never makes NaN
+
+
+def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C):
+    """o_t = sum over slots s <= q_index_t of softmax(scale q_t.latent_s) latent_s[:C], in q's type.
+
+    The cache is multiplied as it is and the scores of dead slots are dropped; in the sum, where
+    NaN times a weight of 0 would count, XLA zeroes dead slots on their way into the product.
+    """
+    slots_S = jnp.arange(latent_BSM.shape[1])
+    scores_BHTS = scale * dot32("BTHM,BSM->BHTS", q_BTHM, latent_BSM)
+    visible_B1TS = (slots_S <= q_index_BT[..., None])[:, None]
+    p_BHTS = jax.nn.softmax(jnp.where(visible_B1TS, scores_BHTS, HIDDEN), axis=-1)
+    live_BS1 = (slots_S <= q_index_BT.max(axis=1, keepdims=True))[..., None]
+    values_BSM = jnp.where(live_BS1, latent_BSM, 0)
+    # All M channels, of which some are dropped: a slice of the cache would be a copy of it.
+    o_BTHM = dot32("BHTS,BSM->BTHM", p_BHTS.astype(latent_BSM.dtype), values_BSM)
+    o_BTHC = jnp.where((q_index_BT >= 0)[..., None, None], o_BTHM[..., :C], 0)
+    return o_BTHC.astype(q_BTHM.dtype)
+
+
+def fits(q_BTHM, latent_BSM, C):
+    """Why the kernel cannot take these, or ''."""
+    T = q_BTHM.shape[1]
+    if T > MOST_TOKENS:
+        return f"T={T} is more than {MOST_TOKENS}"
+    if C % LANES:
+        return f"C={C} is no multiple of {LANES}"
+    if q_BTHM.dtype != latent_BSM.dtype:
+        return f"q is {q_BTHM.dtype} and the latent {latent_BSM.dtype}"
+    return ""
+
+
+def vmem_bytes(slots, rows, M, C, itemsize):
+    """VMEM of a step; what comes and goes is held twice. rows: queries times heads."""
+    rows = -(-rows // 16) * 16
+    moved = (M * slots + rows * (-(-M // LANES) * LANES + C)) * itemsize + rows * LANES * 4
+    sums = rows * (C + 2 * LANES) * 4
+    return 2 * moved + sums + rows * slots * (3 * 4 + itemsize) + C * slots * itemsize
+
+
+def slots_per_step(S, rows, M, C, itemsize, vmem):
+    """The most slots, by powers of two from 128 to 1024, whose step fits half of VMEM.
+
+    A row reads whole steps: larger ones cost short rows more than they save long ones.
+    """
+    slots = MOST_SLOTS
+    while slots > LANES and (slots >= 2 * S or vmem_bytes(slots, rows, M, C, itemsize) > vmem // 2):
+        slots //= 2
+    need = vmem_bytes(slots, rows, M, C, itemsize)
+    if need > vmem // 2:
+        raise ValueError(
+            f"absorbed_attention: {rows} queries and {slots} slots of M={M} need {need} bytes of "
+            f"VMEM, more than half of {vmem}; impl='plain' takes any size"
+        )
+    return slots
+
+
+def attend(q_BTHM, latent_BSM, q_index_BT, *, scale, C, slots=None, interpret=False):
+    """`attend_plain` on a TPU. Slots after a row's last live one are not read, by whole steps.
+
+    slots a step; None asks the chip. Float32 is multiplied in full precision. Has no gradient.
+    """
+    (_, T, H, M), S = q_BTHM.shape, latent_BSM.shape[1]
+    if reason := fits(q_BTHM, latent_BSM, C):
+        raise ValueError(f"absorbed_attention: impl='pallas' cannot: {reason}")
+    if slots is None:
+        vmem = pltpu.get_tpu_info().vmem_capacity_bytes
+        slots = slots_per_step(S, T * H, M, C, latent_BSM.dtype.itemsize, vmem)
+    args = (q_BTHM, latent_BSM, jnp.minimum(q_index_BT, S - 1).astype(jnp.int32))
+    axes = frozenset().union(*map(varying, args))
+    return _attend((scale, C, slots, interpret), *(vary(x, axes) for x in args))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static, q_BTHM, latent_BSM, q_index_BT):
+    scale, C, slots, interpret = static
+    (B, T, H, M), S = q_BTHM.shape, latent_BSM.shape[1]
+    R, dtype = T * H, q_BTHM.dtype
+    row = functools.partial(pl.BlockSpec, index_map=lambda b, j, last: (b, 0, 0))
+    need = vmem_bytes(slots, R, M, C, dtype.itemsize)
+    o_BRC = pl.pallas_call(
+        functools.partial(_kernel, scale=scale),
+        name="absorbed_attention",
+        out_shape=jax.ShapeDtypeStruct(
+            (B, R, C), dtype, manual_axis_type=jax.typeof(q_BTHM).manual_axis_type
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, pl.cdiv(S, slots)),
+            in_specs=[
+                row((1, R, 1)),
+                row((1, R, M)),
+                # Past the last live step the block stays, so that nothing is fetched.
+                pl.BlockSpec(
+                    (1, M, slots), lambda b, j, last: (b, 0, jnp.minimum(j, _step(last[b], slots)))
+                ),
+            ],
+            out_specs=row((1, R, C)),
+            scratch_shapes=[pltpu.VMEM((R, n), F32) for n in (1, 1, C)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=need * 3 // 2
+        ),
+        interpret=interpret,
+    )(
+        q_index_BT.max(axis=1),
+        jnp.repeat(q_index_BT, H, axis=1)[..., None],
+        q_BTHM.reshape(B, R, M),
+        # XLA lays a cache of 576 channels out with slots on lanes: this moves nothing.
+        jnp.swapaxes(latent_BSM, 1, 2),
+    )
+    return o_BRC.reshape(B, T, H, C)
+
+
+def _no_gradient(*_):
+    raise ValueError("absorbed_attention: impl='pallas' has no gradient; impl='plain' has one")
+
+
+_attend.defvjp(_no_gradient, _no_gradient)
+
+
+def _step(last, slots):
+    """The step that holds a row's last live slot; 0 for a row of pads."""
+    return jnp.maximum(last, 0) // slots
+
+
+def _kernel(last_B, index_R1, q_RM, latent_Ms, o_RC, top_R1, whole_R1, sum_RC, *, scale):
+    b, j = pl.program_id(0), pl.program_id(1)
+    C, slots = o_RC.shape[2], latent_Ms.shape[2]
+    precision = jax.lax.Precision.HIGHEST if q_RM.dtype == F32 else None
+
+    def dot(x, y, axis):
+        return jax.lax.dot_general(
+            x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=F32
+        )
+
+    @pl.when(j == 0)
+    def _():
+        top_R1[...] = jnp.full(top_R1.shape, HIDDEN, F32)
+        whole_R1[...] = jnp.zeros(whole_R1.shape, F32)
+        sum_RC[...] = jnp.zeros(sum_RC.shape, F32)
+
+    def add(values_Cs):
+        scores_Rs = scale * dot(q_RM[0], latent_Ms[0], 0)
+        slot_Rs = j * slots + jax.lax.broadcasted_iota(jnp.int32, scores_Rs.shape, 1)
+        scores_Rs = jnp.where(slot_Rs <= index_R1[0], scores_Rs, HIDDEN)
+        before = top_R1[...]
+        top = jnp.maximum(before, jnp.max(scores_Rs, axis=1, keepdims=True))
+        p_Rs, shrink = jnp.exp(scores_Rs - top), jnp.exp(before - top)
+        top_R1[...] = top
+        whole_R1[...] = shrink * whole_R1[...] + jnp.sum(p_Rs, axis=1, keepdims=True)
+        sum_RC[...] = shrink * sum_RC[...] + dot(p_Rs.astype(values_Cs.dtype), values_Cs, 1)
+
+    at = _step(last_B[b], slots)
+
+    @pl.when(j < at)
+    def _():
+        add(latent_Ms[0, :C])
+
+    @pl.when(j == at)
+    def _():
+        # What dead slots hold times a weight of 0 could still be NaN.
+        slot_Cs = j * slots + jax.lax.broadcasted_iota(jnp.int32, (C, slots), 1)
+        values_Cs = latent_Ms[0, :C]
+        add(jnp.where(slot_Cs <= last_B[b], values_Cs, jnp.zeros_like(values_Cs)))
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        o_RC[0] = jnp.where(index_R1[0] >= 0, sum_RC[...] / whole_R1[...], 0).astype(o_RC.dtype)
+
+
+__all__ = ["attend", "attend_plain", "fits", "slots_per_step", "vmem_bytes"]

@@ -6,6 +6,11 @@ kernel's own body runs on fixed ones, where each visit of a block of rows has a 
 unpacks weights) or the same one. A product of N rows makes at least N / block visits (`aligned`
 groups) and at most 13 more (`ragged`, groups that end anywhere). The same schedule with bfloat16
 weights, and the floor of bfloat16 (bytes, or the matrix units' peak), stand beside.
+
+`glu` is gate, up and SiTU-GLU in one call beside two products and the activation, which is counted
+as moving its three arrays and nothing else; `mxfp8_us` is the one call with MXFP8 rows. On a tpu7x
+the profiler cannot walk the activation between the products: there the two sums are only added,
+and the activation is the whole of its transcendentals, as if none hid behind the matrix unit.
 """
 
 import dataclasses
@@ -18,11 +23,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.tpucost import CHIPS, answer, ask, figures, line_through, row, target, tpu_cost
 from pallas_kernels.experts import mxfp4
+from pallas_kernels.experts.mxfp8 import E4M3
+from pallas_kernels.situ import situ_glu
 
 BF16, U8 = jnp.bfloat16, jnp.uint8
 E = 14
 SIZES = {"gate, up": (3584, 3072), "down": (3072, 3584)}
 PER_EXPERT = {"gate, up": (1, 8, 64, 512), "down": (64, 512)}
+BETAS = {"beta": 4.0, "linear_beta": 25.0}
+TRANSCENDENTALS = 4  # tanh, tanh, and a sigmoid's exponential and reciprocal
 PROFILED = (2, 4)  # visits
 
 
@@ -35,6 +44,9 @@ def rows(chips):
                     labels = {"chip": chip, "part": part, "matrix": matrix, "tokens": t}
                     work = functools.partial(measure, chip, t, *SIZES[matrix])
                     yield row(labels, work)
+        for t in PER_EXPERT["gate, up"]:
+            labels = {"chip": chip, "part": "glu", "matrix": "gate, up", "tokens": t}
+            yield row(labels, functools.partial(glu, chip, t, *SIZES["gate, up"]))
 
 
 def moved(chip, t, L, F):
@@ -64,6 +76,27 @@ def times(chip, t, L, F):
     return found
 
 
+def glu(chip, t, L, F):
+    """Microseconds of gate, up and activation: in one call, in three, and with MXFP8 rows."""
+    asked = ask("benchmarks.cost_mxfp4", profile=True, what="glu", chip=chip, t=t, L=L, F=F)
+    N, found = E * t, {}
+    for name, matrices in (("one", 2), ("separate", 1), ("mxfp8", 2)):
+        of = asked[name]
+        visits, column_blocks = -(-N // of["block_rows"]) + E - 1, F // of["block_columns"]
+        reads = min(CHIPS[chip].cores, column_blocks) if of["x_is_held"] else column_blocks
+        x = N * (L + mxfp4.scale_lanes(L) if name == "mxfp8" else 2 * L) * reads
+        moved = matrices * E * (L * F // 2 + L * F // 32) + x + 2 * N * F
+        cycles = cycles_of(of["cycles"], visits, E)
+        if chip == "tpu7x" and matrices == 2:
+            cycles += visits * of["block_rows"] * F / 1024 * TRANSCENDENTALS
+        found[f"{name}_us"] = figures(chip, cycles, moved)["us"]
+    found["separate_us"] = 2 * found["separate_us"] + 6 * N * F / CHIPS[chip].bandwidth * 1e6
+    found["one_over_separate"] = found["one_us"] / found["separate_us"]
+    found["mxfp8_over_one"] = found["mxfp8_us"] / found["one_us"]
+    asked = ask("benchmarks.cost_mxfp4", profile=False, what="glu_full", chip=chip, t=t, L=L, F=F)
+    return found | asked
+
+
 def cycles_of(of_visits, visits, new):
     """Cycles of a product in which `new` of the visits bring another expert.
 
@@ -76,8 +109,9 @@ def cycles_of(of_visits, visits, new):
 
 
 def cost(what, chip, t, L, F):
-    """In a process of its own: `full` bytes, or cycles of `visits`."""
-    return {"full": full, "visits": visit_cycles}[what](chip, t, L, F)
+    """In a process of its own: bytes at full size, or cycles of visits."""
+    found = {"full": full, "visits": visit_cycles, "glu": glu_cycles, "glu_full": glu_full}
+    return found[what](chip, t, L, F)
 
 
 def full(chip, t, L, F):
@@ -109,6 +143,45 @@ def visit_cycles(chip, t, L, F):
     return found
 
 
+def glu_full(chip, t, L, F):
+    shape, N = jax.ShapeDtypeStruct, E * t
+    x, sizes = shape((N, L), BF16), shape((E,), jnp.int32)
+    pair = shape((N, L), E4M3), shape((N, L // 32), U8)
+    matrix = shape((E, L // 2, F), U8), shape((E, L // 32, F), U8)
+
+    def separate(x, gate, up, sizes):
+        y = (mxfp4.grouped_matmul_mxfp4(x, *matrix, sizes) for matrix in (gate, up))
+        return situ_glu(*y, **BETAS)
+
+    one = functools.partial(mxfp4.grouped_glu_mxfp4, **BETAS)
+    return {
+        f"{name}_bytes": tpu_cost(form, (rows, matrix, matrix, sizes), chip)["hbm_bytes"]
+        for name, form, rows in (("one", one, x), ("separate", separate, x), ("mxfp8", one, pair))
+    }
+
+
+def glu_cycles(chip, t, L, F):
+    found = {}
+    for name, matrices, is_mxfp8 in (("one", 2, False), ("separate", 1, False), ("mxfp8", 2, True)):
+        with target(chip):
+            chip_info = pltpu.get_tpu_info()
+        blocks = mxfp4.choose(E * t, E, L, F, 2, chip_info, matrices, is_mxfp8)
+        found[name] = {"block_rows": blocks.rows, "block_columns": blocks.columns}
+        found[name]["x_is_held"] = blocks.x_rows >= E * t
+        finish = None
+        if matrices == 2:
+            activation = functools.partial(mxfp4.activation, **BETAS)
+            finish = jnp.add if chip == "tpu7x" else activation
+        make = functools.partial(
+            fixed_mxfp4, blocks, L, F, matrices=matrices, is_mxfp8=is_mxfp8, finish=finish
+        )
+        found[name]["cycles"] = {
+            visit: [tpu_cost(*make(n, is_new), chip)["cycles"] for n in PROFILED]
+            for visit, is_new in (("new", True), ("same", False))
+        }
+    return found
+
+
 class Table:
     """A prefetched table that is a known function of the visit."""
 
@@ -119,19 +192,21 @@ class Table:
         return self.function(visit)
 
 
-def fixed_mxfp4(blocks, L, F, visits, is_new):
+def fixed_mxfp4(blocks, L, F, visits, is_new, *, matrices=1, is_mxfp8=False, finish=None):
     """The kernel's own body on full blocks; each visit with its own expert, or all with one."""
     rows = blocks.rows
     blocks = dataclasses.replace(blocks, x_rows=rows)
     plan = (lambda v: expert(v, is_new), lambda v: v, lambda v: v * rows, lambda v: v * rows + rows)
+    options = {"matrices": matrices, "is_mxfp8": is_mxfp8, "finish": finish}
 
     def kernel(*refs):
-        mxfp4._kernel(*map(Table, plan), *refs, blocks=blocks)
+        mxfp4._kernel(*map(Table, plan), *refs, blocks=blocks, **options)
 
-    weights = ((L // 2, U8), (L // 32, U8))
-    vmem = mxfp4.vmem_bytes(rows, rows, blocks.columns, L, 2) * 4 // 3
-    scratch = mxfp4.scratch(blocks, L)
-    return _on_schedule(kernel, blocks, (L, F), visits, is_new, weights, scratch, vmem)
+    x = ((L, E4M3), (mxfp4.scale_lanes(L), U8)) if is_mxfp8 else ((L, BF16),)
+    weights = ((L // 2, U8), (L // 32, U8)) * matrices
+    vmem = mxfp4.vmem_bytes(rows, rows, blocks.columns, L, 2, matrices, is_mxfp8) * 4 // 3
+    scratch = mxfp4.scratch(blocks, L, matrices, is_mxfp8)
+    return _on_schedule(kernel, blocks, x, F, visits, is_new, weights, scratch, vmem)
 
 
 def fixed_bf16(blocks, L, F, visits, is_new):
@@ -140,27 +215,30 @@ def fixed_bf16(blocks, L, F, visits, is_new):
     def kernel(x, w, y):
         y[...] = jnp.dot(x[...], w[...], preferred_element_type=jnp.float32).astype(y.dtype)
 
-    return _on_schedule(kernel, blocks, (L, F), visits, is_new, ((L, BF16),), (), 60 << 20)
+    return _on_schedule(kernel, blocks, ((L, BF16),), F, visits, is_new, ((L, BF16),), (), 60 << 20)
 
 
 def expert(visit, is_new):
     return visit if is_new else 0 * visit
 
 
-def _on_schedule(kernel, blocks, sizes, visits, is_new, weights, scratch, vmem):
-    """The call and its operands' shapes; `weights` are (rows, dtype) of an expert's arrays.
+def _on_schedule(kernel, blocks, x, F, visits, is_new, weights, scratch, vmem):
+    """The call and its operands' shapes.
+
+    x are (columns, dtype) of the arrays of rows, `weights` (rows, dtype) of an expert's arrays.
 
     Each visit has its own block of x: the profiler refuses one that stays, and the work of a visit
     does not depend on how much of x is held.
     """
-    (L, F), rows, columns, shape = sizes, blocks.rows, blocks.columns, jax.ShapeDtypeStruct
+    rows, columns, shape = blocks.rows, blocks.columns, jax.ShapeDtypeStruct
+    of_rows = [pl.BlockSpec((rows, n), lambda f, v: (v, 0)) for n, _ in x]
     of_expert = [
         pl.BlockSpec((None, n, columns), lambda f, v: (expert(v, is_new), 0, f)) for n, _ in weights
     ]
     call = pl.pallas_call(
         kernel,
         grid=(F // columns, visits),
-        in_specs=[pl.BlockSpec((rows, L), lambda f, v: (v, 0)), *of_expert],
+        in_specs=[*of_rows, *of_expert],
         out_specs=pl.BlockSpec((rows, columns), lambda f, v: (v, f)),
         out_shape=shape((visits * rows, F), BF16),
         scratch_shapes=scratch,
@@ -169,8 +247,8 @@ def _on_schedule(kernel, blocks, sizes, visits, is_new, weights, scratch, vmem):
         ),
     )
     experts = visits if is_new else 1
-    arrays = [shape((experts, n, F), dtype) for n, dtype in weights]
-    return call, (shape((visits * rows, L), BF16), *arrays)
+    of_x = [shape((visits * rows, n), dtype) for n, dtype in x]
+    return call, (*of_x, *[shape((experts, n, F), dtype) for n, dtype in weights])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Grouped matmul of routed experts: rows sorted by expert, one weight matrix per group."""
 
 import logging
+import math
 from functools import cache, partial
 
 import jax
@@ -8,11 +9,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.experts import batched, blocks, mxfp4, mxfp4_reference, reference
 from pallas_kernels.experts.mxfp4 import from_released
+from pallas_kernels.experts.mxfp8 import to_mxfp8
 
 FORMS = {"blocks": blocks, "batched": batched}
 IMPLS = ("auto", *FORMS, "ragged", "reference")
+PACKED_IMPLS = ("auto", "pallas", "reference")
+ACTIVATIONS = ("bfloat16", "mxfp8")
 
-__all__ = ["from_released", "grouped_matmul", "grouped_matmul_mxfp4"]
+__all__ = [
+    "from_released",
+    "grouped_glu_mxfp4",
+    "grouped_matmul",
+    "grouped_matmul_mxfp4",
+    "to_mxfp8",
+]
 
 
 def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=None):
@@ -46,24 +56,67 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     return jnp.where(in_group_N1, y_NF, 0.0).astype(dtype)
 
 
-def grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, *, impl="auto", out_dtype=None):
+def grouped_matmul_mxfp4(
+    x_NL, packed_ELF, scales_ELF, sizes_E, *,
+    activations="bfloat16", impl="auto", out_dtype=None,
+):  # fmt: skip
     """y_n = x_n w_e with packed weights, as `from_released` lays them out; nothing widens them.
 
+    activations: "bfloat16" or, with x the pair (values, scales) that `to_mxfp8` returns, "mxfp8".
     impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "reference" widens
-    one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere.
+    one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere. Every
+    impl and chip takes both activations.
     out_dtype: bfloat16 if None, or float32. Not differentiable.
     """
-    if impl == "auto":
-        impl = "pallas" if jax.default_backend() == "tpu" else "reference"
+    impl = _packed_impl("grouped_matmul_mxfp4", x_NL, activations, impl)
+    args = (x_NL, packed_ELF, scales_ELF, sizes_E)
     if impl == "pallas":
-        return mxfp4.grouped_matmul_mxfp4(
-            x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype=out_dtype
-        )
-    if impl != "reference":
-        raise ValueError(f"grouped_matmul_mxfp4: impl={impl!r} is not auto, pallas or reference")
+        return mxfp4.grouped_matmul_mxfp4(*args, out_dtype=out_dtype)
     out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
-    mxfp4.check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
-    return mxfp4_reference.grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
+    mxfp4.check("grouped_matmul_mxfp4", *args, out_dtype)
+    return mxfp4_reference.grouped_matmul_mxfp4(*args, out_dtype)
+
+
+def grouped_glu_mxfp4(
+    x_NL, gate, up, sizes_E, *, beta, linear_beta, activations="bfloat16", impl="auto"
+):
+    """y_n = situ_glu(x_n gate_e, x_n up_e) in bfloat16: both products and the activation in one.
+
+    gate and up are (packed, scales) of one shape. The activation is that of `situ_glu` on float32
+    sums, which separate calls round in between: |y| < beta * linear_beta here too.
+    All else is as in `grouped_matmul_mxfp4`.
+    """
+    impl = _packed_impl("grouped_glu_mxfp4", x_NL, activations, impl)
+    for name, value in (("beta", beta), ("linear_beta", linear_beta)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"grouped_glu_mxfp4: {name} must be positive and finite; got {value}")
+    beta, linear_beta = float(beta), float(linear_beta)
+    if impl == "pallas":
+        return mxfp4.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta=beta, linear_beta=linear_beta)
+    mxfp4.check_glu(x_NL, gate, up, sizes_E)
+    return mxfp4_reference.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta, linear_beta)
+
+
+def _packed_impl(door, x, activations, impl):
+    """ "pallas" or "reference"."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"{door}: activations={activations!r} is not one of {ACTIVATIONS}")
+    if isinstance(x, tuple) != (activations == "mxfp8"):
+        given = "a pair" if isinstance(x, tuple) else "an array"
+        raise ValueError(
+            f"{door}: activations={activations!r} with {given} for x; bfloat16 is an array, mxfp8 "
+            "the pair (values, scales) of to_mxfp8"
+        )
+    if impl not in PACKED_IMPLS:
+        raise ValueError(f"{door}: impl={impl!r} is not one of {PACKED_IMPLS}")
+    return _auto_packed(jax.default_backend()) if impl == "auto" else impl
+
+
+@cache
+def _auto_packed(backend):
+    impl = "pallas" if backend == "tpu" else "reference"
+    logging.getLogger(__name__).info("packed experts on %s: %s", backend, impl)
+    return impl
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

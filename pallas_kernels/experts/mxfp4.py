@@ -24,6 +24,7 @@ rows the time of reading them:
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common import vary, varying
+from pallas_kernels.experts.mxfp8 import E4M3
+from pallas_kernels.situ.fused import situ_glu
+from pallas_kernels.situ.reference import largest_below
 
 BLOCK = 32  # inputs that share a scale
 LANES = 128
@@ -75,23 +79,29 @@ class Blocks:
     generation: int
 
 
-def vmem_bytes(rows, x_rows, columns, L, out_bytes):
+def vmem_bytes(rows, x_rows, columns, L, out_bytes, matrices=1, is_mxfp8=False):
     """VMEM of one grid step. What the pipeline moves is held twice."""
     moved = (
-        L // 2 * columns  # packed
-        + -(-L // BLOCK // 32) * 32 * columns  # scales, in tiles of 32 rows
-        + x_rows * L * 2  # x
+        matrices * L // 2 * columns  # packed
+        + matrices * -(-L // BLOCK // 32) * 32 * columns  # scales, in tiles of 32 rows
+        + x_rows * (L + scale_lanes(L) if is_mxfp8 else L * 2)  # x
         + rows * columns * out_bytes  # y
     )
     kept = (
-        L * columns * 2  # widened weights
-        + L // BLOCK * columns * 4  # scale words
-        + 2 * rows * columns * 4  # the sum, and the product being added to it
+        matrices * L * columns * 2  # widened weights
+        + matrices * L // BLOCK * columns * 4  # scale words
+        + (matrices + 1) * rows * columns * 4  # the sums, and the product being added to one
+        + (rows * L * 2 if is_mxfp8 else 0)  # widened rows
     )
     return 2 * moved + kept
 
 
-def choose(N, E, L, F, out_bytes, chip):
+def scale_lanes(L):
+    """Lanes of a row's MXFP8 scales: whole tiles, so that every gather has one to itself."""
+    return -(-L // BLOCK // LANES) * LANES
+
+
+def choose(N, E, L, F, out_bytes, chip, matrices=1, is_mxfp8=False):
     """Blocks for a chip (`pltpu.get_tpu_info()`). Raises ValueError if nothing fits its VMEM.
 
     At least two column blocks where possible: a v5p splits them over its two cores. A small x is
@@ -101,25 +111,24 @@ def choose(N, E, L, F, out_bytes, chip):
     # hardly less. Twice as many run 3 to 8 % faster a row, and leave a group's last block emptier.
     mxu = chip.mxu_column_size
     most = mxu if N >= 8 * mxu * E else mxu // 2
-    rows = min(most, max(16, pl.next_power_of_2(8 * -(-N // E))), -(-N // 16) * 16)
+    tile = 32 if is_mxfp8 else 16
+    rows = min(most, max(tile, pl.next_power_of_2(8 * -(-N // E))), -(-N // tile) * tile)
     all_rows = -(-N // rows) * rows
-    x_rows = all_rows if all_rows * L * 2 <= SMALL_X else rows
+    x_rows = all_rows if all_rows * L * (1 if is_mxfp8 else 2) <= SMALL_X else rows
     slab = next((s for s in (256, 128) if L % (2 * s) == 0), None)
     if slab is None or F % LANES:
-        raise ValueError(
-            f"grouped_matmul_mxfp4: L={L} must be a multiple of 256 and F={F} of {LANES}"
-        )
+        raise ValueError(f"packed experts: L={L} must be a multiple of 256 and F={F} of {LANES}")
     budget = chip.vmem_capacity_bytes * 3 // 4
     widest = max(LANES, F // 2)
     fits = [
         c
         for c in range(LANES, widest + 1, LANES)
-        if F % c == 0 and vmem_bytes(rows, x_rows, c, L, out_bytes) <= budget
+        if F % c == 0 and vmem_bytes(rows, x_rows, c, L, out_bytes, matrices, is_mxfp8) <= budget
     ]
     if not fits:
-        need = vmem_bytes(rows, x_rows, LANES, L, out_bytes)
+        need = vmem_bytes(rows, x_rows, LANES, L, out_bytes, matrices, is_mxfp8)
         raise ValueError(
-            f"grouped_matmul_mxfp4: {x_rows} rows of L={L} and {LANES} columns need {need} bytes "
+            f"packed experts: {x_rows} rows of L={L} and {LANES} columns need {need} bytes "
             f"of VMEM; {budget} of {chip.vmem_capacity_bytes} may be used"
         )
     return Blocks(rows, x_rows, max(fits), slab, chip.generation)
@@ -158,49 +167,89 @@ def grouped_matmul_mxfp4(
 ):
     """y_n = x_n w_e for the rows n of group e, w_e = E2M1(packed_e) 2^(scales_e - 127).
 
-    x is bfloat16; packed uint8 [E,L/2,F] and scales uint8 [E,L/32,F] as `from_released` returns
-    them; sizes_E int32. Groups as in `grouped_matmul`: any may be empty, rows after the last give
-    0. Weights are widened in VMEM to bfloat16, exactly, once per expert and block of columns,
-    however many rows the expert has; sums are float32. out_dtype: bfloat16 if None, or float32.
-    Not differentiable. Under `shard_map` with check_vma=True all operands may vary differently.
+    x is bfloat16, or the pair that `to_mxfp8` returns; packed uint8 [E,L/2,F] and scales uint8
+    [E,L/32,F] are as `from_released` returns them; sizes_E int32. Groups as in `grouped_matmul`:
+    any may be empty, rows after the last give 0. Weights are widened in VMEM to bfloat16, exactly,
+    once per expert and block of columns, however many rows the expert has; sums are float32.
+    out_dtype: bfloat16 if None, or float32. Not differentiable. Under `shard_map` with
+    check_vma=True all operands may vary differently.
     blocks: chosen for the chip at hand if None. Raises ValueError for what does not fit.
     """
     out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
-    check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
-    (N, L), (E, _, F) = x_NL.shape, packed_ELF.shape
+    check("grouped_matmul_mxfp4", x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
+    return _multiply(x_NL, [(packed_ELF, scales_ELF)], sizes_E, out_dtype, None, blocks, interpret)
+
+
+def grouped_glu_mxfp4(x_NL, gate, up, sizes_E, *, beta, linear_beta, blocks=None, interpret=False):
+    """y_n = situ_glu(x_n gate_e, x_n up_e) in bfloat16; neither product leaves VMEM.
+
+    gate and up are (packed, scales), all else is as in `grouped_matmul_mxfp4`.
+
+    Modelled for the experts above, us, in one call and in three (the activation at its HBM floor):
+                 1 row      64 rows    512 rows an expert
+        v6e    155, 163    233, 248    562, 666
+        tpu7x   88,  94                432, 447 (none of the activation hidden: an upper bound)
+        v5p    106, 110    204, 212    828, 892
+    """
+    check_glu(x_NL, gate, up, sizes_E)
+    out_dtype = jnp.dtype(jnp.bfloat16)
+    finish = partial(activation, beta=beta, linear_beta=linear_beta)
+    return _multiply(x_NL, [gate, up], sizes_E, out_dtype, finish, blocks, interpret)
+
+
+def activation(gate, up, *, beta, linear_beta):
+    """SiTU-GLU of float32 sums, to be rounded to bfloat16: there too it stays below its bound."""
+    top = largest_below(beta * linear_beta, jnp.bfloat16)
+    return jnp.clip(situ_glu(gate, up, beta, linear_beta), -top, top)
+
+
+def _multiply(x, matrices, sizes_E, out_dtype, finish, blocks, interpret):
+    xs = x if isinstance(x, tuple) else (x,)
+    (N, L), (E, _, F) = xs[0].shape, matrices[0][0].shape
     if N == 0:
         return jnp.zeros((0, F), out_dtype)
+    is_mxfp8 = len(xs) == 2
     if blocks is None:
-        blocks = choose(N, E, L, F, out_dtype.itemsize, pltpu.get_tpu_info())
-    operands = (*visits(sizes_E, N, blocks.rows), x_NL, packed_ELF, scales_ELF)
+        chip, n = pltpu.get_tpu_info(), len(matrices)
+        blocks = choose(N, E, L, F, out_dtype.itemsize, chip, n, is_mxfp8)
+    if is_mxfp8:
+        missing = scale_lanes(L) - L // BLOCK
+        xs = xs[0], jnp.pad(xs[1], ((0, 0), (0, missing)))
+    operands = (*visits(sizes_E, N, blocks.rows), *xs, *chain(*matrices))
     axes = frozenset().union(*(varying(a) for a in operands))
     operands = [vary(a, axes) for a in operands]
     out_type = jax.ShapeDtypeStruct(
         (N, F), out_dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
     )
-    return _call(blocks, out_type, interpret, *operands)
+    return _call(blocks, len(matrices), is_mxfp8, finish, out_type, interpret, *operands)
 
 
-def _call(blocks, out_type, interpret, *operands):
-    n_visits, (x_NL, packed_ELF, _) = operands[0].shape[0], operands[4:]
-    L, F = x_NL.shape[1], packed_ELF.shape[2]
+def _call(blocks, matrices, is_mxfp8, finish, out_type, interpret, *operands):
+    n_visits, L, F = operands[0].shape[0], operands[4].shape[1], out_type.shape[1]
     rows, x_rows, columns = blocks.rows, blocks.x_rows, blocks.columns
-    need = vmem_bytes(rows, x_rows, columns, L, out_type.dtype.itemsize)
+    need = vmem_bytes(rows, x_rows, columns, L, out_type.dtype.itemsize, matrices, is_mxfp8)
+
+    def of_rows(width):
+        return pl.BlockSpec((x_rows, width), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0))
+
     return pl.pallas_call(
-        partial(_kernel, blocks=blocks),
-        name="grouped_matmul_mxfp4",
+        partial(_kernel, blocks=blocks, matrices=matrices, is_mxfp8=is_mxfp8, finish=finish),
+        name="grouped_matmul_mxfp4" if finish is None else "grouped_glu_mxfp4",
         out_shape=out_type,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(F // columns, n_visits),
             # e and b: the expert and the block of rows of each visit v.
             in_specs=[
-                pl.BlockSpec((x_rows, L), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0)),
-                pl.BlockSpec((None, L // 2, columns), lambda f, v, e, *_: (e[v], 0, f)),
-                pl.BlockSpec((None, L // BLOCK, columns), lambda f, v, e, *_: (e[v], 0, f)),
+                *map(of_rows, (L, scale_lanes(L)) if is_mxfp8 else (L,)),
+                *[
+                    pl.BlockSpec((None, L // 2, columns), lambda f, v, e, *_: (e[v], 0, f)),
+                    pl.BlockSpec((None, L // BLOCK, columns), lambda f, v, e, *_: (e[v], 0, f)),
+                ]
+                * matrices,
             ],
             out_specs=pl.BlockSpec((rows, columns), lambda f, v, e, b, *_: (b[v], f)),
-            scratch_shapes=scratch(blocks, L),
+            scratch_shapes=scratch(blocks, L, matrices, is_mxfp8),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=need * 4 // 3
@@ -209,21 +258,26 @@ def _call(blocks, out_type, interpret, *operands):
     )(*operands)
 
 
-def scratch(blocks, L):
-    """Widened weights, and a word for each scale."""
-    return [
+def scratch(blocks, L, matrices=1, is_mxfp8=False):
+    """Widened weights and a word for each scale, of each matrix; then widened rows."""
+    of_matrix = [
         # Two rows a word spare the chips that can use it a change of layout at each store.
         pltpu.VMEM((L // 2, blocks.columns), jnp.int32)
         if blocks.generation >= 6
         else pltpu.VMEM((L, blocks.columns), jnp.bfloat16),
         pltpu.VMEM((L // BLOCK, blocks.columns), jnp.int32),
     ]
+    return of_matrix * matrices + [pltpu.VMEM((blocks.rows, L), jnp.bfloat16)] * is_mxfp8
 
 
 def _kernel(
-    expert_V, block_V, low_V, high_V, x_ref, packed_ref, scales_ref, y_ref, w_ref, word_ref,
-    *, blocks,
+    expert_V, block_V, low_V, high_V, x_ref, *refs, blocks, matrices=1, is_mxfp8=False, finish=None
 ):  # fmt: skip
+    """refs: scales of x if it is MXFP8, packed and scales of each matrix, y, then `scratch`."""
+    x_scales_ref, *refs = refs if is_mxfp8 else (None, *refs)
+    n = 2 * matrices
+    y_ref, *kept = refs[n:]
+    weights = [(*refs[m : m + 2], *kept[m : m + 2]) for m in range(0, n, 2)]
     v = pl.program_id(1)
     low, high = low_V[v], high_V[v]
     before = jnp.maximum(v - 1, 0)
@@ -233,8 +287,16 @@ def _kernel(
     # 0 unless all of x is held.
     first = pl.multiple_of(block_V[v] * blocks.rows % blocks.x_rows, blocks.rows)
     x_ref = x_ref.at[pl.ds(first, blocks.rows)]
+    if is_mxfp8:
+        values_ref, x_ref = x_ref, kept[n]
 
-    def put(y):
+        @pl.when(has_rows & is_new_block)
+        def _():
+            _widen_rows(values_ref, x_scales_ref.at[pl.ds(first, blocks.rows)], x_ref)
+
+    def put(sums):
+        y = finish(*sums) if finish else sums[0]
+
         @pl.when(high - low == blocks.rows)
         def _():
             y_ref[...] = y.astype(y_ref.dtype)
@@ -248,11 +310,11 @@ def _kernel(
 
     @pl.when(has_rows & is_new_expert)
     def _():
-        put(_multiply_and_widen(x_ref, packed_ref, scales_ref, w_ref, word_ref, blocks))
+        put([_multiply_and_widen(x_ref, *matrix, blocks) for matrix in weights])
 
     @pl.when(has_rows & ~is_new_expert)
     def _():
-        put(_dot(x_ref[...], _as_rows(w_ref[...])))
+        put([_dot(x_ref[...], _as_rows(w_ref[...])) for _, _, w_ref, _ in weights])
 
     @pl.when(~has_rows & is_new_block)
     def _():
@@ -299,6 +361,20 @@ def _scale(words, word_ref, first, generation):
     return jnp.concatenate(scaled, axis=0)
 
 
+def _widen_rows(values_ref, scales_ref, x_ref):
+    """E4M3 [rows, L] times a power of two for each 32 lanes, to bfloat16: exact."""
+    for at in range(0, x_ref.shape[1], LANES):
+        # A tile of scales are those of 4096 inputs. Two rows a word halve the gathers.
+        tile = at // (BLOCK * LANES) * LANES
+        exponents = scales_ref[:, tile : tile + LANES].astype(jnp.int32)
+        powers = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32).astype(jnp.bfloat16)
+        words = pltpu.bitcast(powers, jnp.int32)
+        of_lane = jax.lax.broadcasted_iota(jnp.int32, words.shape, 1) // BLOCK
+        words = jnp.take_along_axis(words, at // BLOCK - tile + of_lane, axis=1)
+        values = values_ref[:, at : at + LANES].astype(jnp.bfloat16)
+        x_ref[:, at : at + LANES] = values * pltpu.bitcast(words, jnp.bfloat16)
+
+
 def _as_rows(w):
     return w if w.dtype == jnp.bfloat16 else pltpu.bitcast(w, jnp.bfloat16)
 
@@ -307,27 +383,45 @@ def _dot(x, w):
     return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
 
-def check(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype):
-    door = "grouped_matmul_mxfp4"
-    shapes = f"x {x_NL.shape}, packed {packed_ELF.shape}, scales {scales_ELF.shape}"
-    if (x_NL.ndim, packed_ELF.ndim, scales_ELF.ndim, sizes_E.ndim) != (2, 3, 3, 1):
+def check(door, x, packed_ELF, scales_ELF, sizes_E, out_dtype):
+    if is_mxfp8 := isinstance(x, tuple):
+        x, x_scales_NJ = x
+    shapes = f"x {x.shape}, packed {packed_ELF.shape}, scales {scales_ELF.shape}"
+    if (x.ndim, packed_ELF.ndim, scales_ELF.ndim, sizes_E.ndim) != (2, 3, 3, 1):
         raise ValueError(
             f"{door}: shapes must be [N,L], [E,L/2,F], [E,L/{BLOCK},F], [E]; "
             f"got {shapes}, sizes {sizes_E.shape}"
         )
-    (_, L), (E, half, F) = x_NL.shape, packed_ELF.shape
+    (N, L), (E, half, F) = x.shape, packed_ELF.shape
     if half * 2 != L or scales_ELF.shape != (E, L // BLOCK, F) or sizes_E.shape != (E,):
         raise ValueError(
             f"{door}: L={L} of x asks for packed [E,{L // 2},F], scales [E,{L // BLOCK},F] and "
             f"sizes [E]; got {shapes}, sizes {sizes_E.shape}"
         )
-    if x_NL.dtype != jnp.bfloat16 or out_dtype not in (jnp.bfloat16, jnp.float32):
+    if is_mxfp8 and (
+        x_scales_NJ.shape != (N, L // BLOCK) or (x.dtype, x_scales_NJ.dtype) != (E4M3, jnp.uint8)
+    ):
+        raise ValueError(
+            f"{door}: MXFP8 values {x.shape} must be float8_e4m3fn and their scales uint8 "
+            f"{(N, L // BLOCK)}; got {x.dtype}, {x_scales_NJ.dtype} {x_scales_NJ.shape}"
+        )
+    if not is_mxfp8 and x.dtype != jnp.bfloat16 or out_dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"{door}: x must be bfloat16 and out_dtype bfloat16 or float32; "
-            f"got {x_NL.dtype} and {out_dtype}"
+            f"got {x.dtype} and {out_dtype}"
         )
     if not packed_ELF.dtype == scales_ELF.dtype == jnp.uint8 or sizes_E.dtype != jnp.int32:
         raise ValueError(
             f"{door}: packed and scales must be uint8 and sizes int32; "
             f"got {packed_ELF.dtype}, {scales_ELF.dtype}, {sizes_E.dtype}"
         )
+
+
+def check_glu(x, gate, up, sizes_E):
+    door = "grouped_glu_mxfp4"
+    if gate[0].shape != up[0].shape:
+        raise ValueError(
+            f"{door}: gate and up must share one shape; packed are {gate[0].shape}, {up[0].shape}"
+        )
+    for packed_ELF, scales_ELF in (gate, up):
+        check(door, x, packed_ELF, scales_ELF, sizes_E, jnp.dtype(jnp.bfloat16))

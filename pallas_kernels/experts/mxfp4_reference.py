@@ -6,7 +6,8 @@ One expert is widened at a time, and multiplied with every row.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts.mxfp4 import BLOCK
+from pallas_kernels.experts.mxfp4 import BLOCK, activation
+from pallas_kernels.experts.mxfp8 import from_mxfp8
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -22,8 +23,9 @@ def widen(packed_LF, scales_LF):
     return jnp.ldexp(table[codes_LF], exponents_LF)
 
 
-def grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype):
+def grouped_matmul_mxfp4(x, packed_ELF, scales_ELF, sizes_E, out_dtype):
     """y_n = x_n w_e for the rows n of group e, float32 sums; rows after the last group give 0."""
+    x_NL = from_mxfp8(*x) if isinstance(x, tuple) else x
     ends_E = jnp.cumsum(sizes_E)
     rows_N1 = jnp.arange(x_NL.shape[0])[:, None]
 
@@ -35,3 +37,9 @@ def grouped_matmul_mxfp4(x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype):
 
     y_NF = jax.lax.fori_loop(1, sizes_E.shape[0], lambda e, y_NF: y_NF + times(e), times(0))
     return y_NF.astype(out_dtype)
+
+
+def grouped_glu_mxfp4(x, gate, up, sizes_E, beta, linear_beta):
+    """y_n = situ_glu(x_n gate_e, x_n up_e) of float32 products."""
+    products = (grouped_matmul_mxfp4(x, *matrix, sizes_E, jnp.float32) for matrix in (gate, up))
+    return activation(*products, beta=beta, linear_beta=linear_beta).astype(jnp.bfloat16)

@@ -296,5 +296,5 @@ def test_the_door_takes_the_definition_off_tpu_and_refuses_another_name():
     args = (x, packed, scales, jnp.asarray([2, 3], jnp.int32))
     auto, definition = (experts.grouped_matmul_mxfp4(*args, impl=i) for i in ("auto", "reference"))
     np.testing.assert_array_equal(auto, definition)
-    with pytest.raises(ValueError, match="impl='fast' is not auto, pallas or reference"):
+    with pytest.raises(ValueError, match="impl='fast' is not one of"):
         experts.grouped_matmul_mxfp4(*args, impl="fast")

@@ -24,14 +24,15 @@ class Raw(NamedTuple):
 
 class Plan(NamedTuple):
     """How a kernel walks: `heads` and `chunks` per grid step, written in groups of `group` heads,
-    the next group begun `lag` rounds after the one before; and whether a chunk's square roots
-    share a register."""
+    the next group begun `lag` rounds after the one before. `roots` says when the norms of q and k
+    are made: "early", a phase before they are used; "shared", early and in one register; "late".
+    """
 
     heads: int
     chunks: int
     group: int
     lag: int
-    share_roots: bool = False
+    roots: str = "early"
 
 
 def lanes(ref, h, heads):
@@ -58,17 +59,16 @@ def decays(refs, rows, h, heads, raw):
     return half + half * jnp.tanh(g * rate + bias)
 
 
-def inverse_norms(refs, rows, h, heads, share):
-    """1 / |row| of q and k, [C, 1].
+def inverse_norms(*xs):
+    """1 / |row| of each x [n, K], [n, 1]."""
+    return [jax.lax.rsqrt(jnp.sum(x * x, 1, keepdims=True) + NORM_EPS) for x in xs]
 
-    A square root is some eight operations on a whole register, of which a column of sums fills one
-    lane. With `share` lane i of one register holds rows 8 i to 8 i + 7 of q, lane 16 + i of k;
-    moving them there and back takes the other unit's time instead.
-    """
-    xs = (ref[0, rows, lanes(ref, h, heads)].astype(F32) for ref in refs)
+
+def shared_norms(*xs):
+    """The same for x [C, K]. A square root is some eight operations on a whole register, of which a
+    column of sums fills one lane: here lane i of one register holds eight rows' sums, and moving
+    them there and back takes the other unit's time instead."""
     sums = [jnp.sum(x * x, 1, keepdims=True) for x in xs]
-    if not share:
-        return [jax.lax.rsqrt(x + NORM_EPS) for x in sums]
     columns = [(n, slice(at, at + 8)) for n in range(len(sums)) for at in range(0, CHUNK, 8)]
     lane, shared = chunk.iota((8, 128), 1), jnp.ones((8, 128), F32)
     for i, (n, at) in enumerate(columns):
@@ -76,6 +76,14 @@ def inverse_norms(refs, rows, h, heads, share):
     roots, per_x = jax.lax.rsqrt(shared + NORM_EPS), CHUNK // 8
     every = [roots[:, i : i + 1] for i in range(len(columns))]
     return [jnp.concatenate(every[n * per_x : (n + 1) * per_x], 0) for n in range(len(sums))]
+
+
+def early_norms(refs, rows, heads, plan, raw):
+    """The norms of q and k for each head, from their refs; None where none are made yet."""
+    if not raw or plan.roots == "late":
+        return [None for _ in heads]
+    make = {"early": inverse_norms, "shared": shared_norms}[plan.roots]
+    return [make(*(values(ref, rows, h, plan.heads) for ref in refs)) for h in heads]
 
 
 def load(refs, rows, h, heads, minus_beta, norms, raw):
@@ -87,7 +95,8 @@ def load(refs, rows, h, heads, minus_beta, norms, raw):
         q, k = (ref[0, at, lanes(ref, h, heads)].astype(F32) for ref in refs)
         if not raw:
             return chunk.Tile(q, k, minus_beta[t, h : h + 1])
-        norm_q, norm_k = norms[0][t] * raw.scale, norms[1][t]
+        norm_q, norm_k = inverse_norms(q, k) if norms is None else (x[t] for x in norms)
+        norm_q = norm_q * raw.scale
         return chunk.Tile(q * norm_q, k * norm_k, minus_beta[t, h : h + 1], norm_q, norm_k)
 
     return tile
@@ -153,10 +162,7 @@ def before_the_state(refs, rows, heads, beta, m, scratch, plan, raw):
     `refs` of q, k, v, g, rate and bias. Returns a list over heads of each: summed log2 decays, the
     functions that give tiles, fronts, P and (I - N)^-1.
     """
-    norms = [
-        inverse_norms(refs[:2], rows, h, plan.heads, plan.share_roots) if raw else None
-        for h in heads
-    ]
+    norms = early_norms(refs[:2], rows, heads, plan, raw)
     totals = [chunk.running_sums(decays(refs[3:], rows, h, plan.heads, raw)) for h in heads]
     yield
     tokens = [

@@ -122,7 +122,7 @@ def test_float32_inputs_and_a_ragged_length():
 
 def test_heads_and_chunks_side_by_side_are_each_alone():
     """Two rows, four heads in two groups, two chunks a step, T = 300: as one head at a time."""
-    plans = (Plan(4, 2, 2, 2, share_roots=True), Plan(2, 2, 2, 1, share_roots=True))
+    plans = (Plan(4, 2, 2, 2, "shared"), Plan(2, 2, 2, 1, "late"))
     x, segments = projected(300, B=2, H=4), np.repeat([[1, 2], [3, 3]], 150, axis=1)
     run = jax.jit(partial(pulled, partial(gated, plans=plans)))
     compare(x, segments, run=run)

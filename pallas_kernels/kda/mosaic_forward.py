@@ -65,25 +65,35 @@ def inverse_norms(*xs):
 
 
 def shared_norms(*xs):
-    """The same for x [C, K]. A square root is some eight operations on a whole register, of which a
-    column of sums fills one lane: here lane i of one register holds eight rows' sums, and moving
-    them there and back takes the other unit's time instead."""
-    sums = [jnp.sum(x * x, 1, keepdims=True) for x in xs]
-    columns = [(n, slice(at, at + 8)) for n in range(len(sums)) for at in range(0, CHUNK, 8)]
-    lane, shared = chunk.iota((8, 128), 1), jnp.ones((8, 128), F32)
-    for i, (n, at) in enumerate(columns):
-        shared = jnp.where(lane == i, sums[n][at], shared)
-    roots, per_x = jax.lax.rsqrt(shared + NORM_EPS), CHUNK // 8
-    every = [roots[:, i : i + 1] for i in range(len(columns))]
-    return [jnp.concatenate(every[n * per_x : (n + 1) * per_x], 0) for n in range(len(sums))]
+    """The same for x [C, K], as a function from (number of x, slice of rows) to its norms.
+
+    A square root is some eight operations on a whole register, of which a column of sums fills one
+    lane: here lane i of one register holds eight rows' sums. Moving them there takes the other
+    unit's time instead, and so does taking them out, which is left to when they are used.
+    """
+    lane, shared, per_x = chunk.iota((8, 128), 1), jnp.ones((8, 128), F32), CHUNK // 8
+    for n, x in enumerate(xs):
+        sums = jnp.sum(x * x, 1, keepdims=True)
+        for i in range(per_x):
+            shared = jnp.where(lane == n * per_x + i, sums[8 * i : 8 * i + 8], shared)
+    roots = jax.lax.rsqrt(shared + NORM_EPS)
+
+    def norm(n, t):
+        at = range(n * per_x + t.start // 8, n * per_x + t.stop // 8)
+        return jnp.concatenate([roots[:, i : i + 1] for i in at], 0)
+
+    return norm
 
 
 def early_norms(refs, rows, heads, plan, raw):
-    """The norms of q and k for each head, from their refs; None where none are made yet."""
+    """For each head a function as `shared_norms` returns; None where none are made yet."""
     if not raw or plan.roots == "late":
         return [None for _ in heads]
-    make = {"early": inverse_norms, "shared": shared_norms}[plan.roots]
-    return [make(*(values(ref, rows, h, plan.heads) for ref in refs)) for h in heads]
+    xs = [[values(ref, rows, h, plan.heads) for ref in refs] for h in heads]
+    if plan.roots == "shared":
+        return [shared_norms(*x) for x in xs]
+    made = [inverse_norms(*x) for x in xs]
+    return [lambda n, t, norms=norms: norms[n][t] for norms in made]
 
 
 def load(refs, rows, h, heads, minus_beta, norms, raw):
@@ -95,7 +105,7 @@ def load(refs, rows, h, heads, minus_beta, norms, raw):
         q, k = (ref[0, at, lanes(ref, h, heads)].astype(F32) for ref in refs)
         if not raw:
             return chunk.Tile(q, k, minus_beta[t, h : h + 1])
-        norm_q, norm_k = inverse_norms(q, k) if norms is None else (x[t] for x in norms)
+        norm_q, norm_k = inverse_norms(q, k) if norms is None else (norms(0, t), norms(1, t))
         norm_q = norm_q * raw.scale
         return chunk.Tile(q * norm_q, k * norm_k, minus_beta[t, h : h + 1], norm_q, norm_k)
 

@@ -131,7 +131,7 @@ def decay_grads(dg, refs, rows, h, plan, raw, m):
         return (dg * m.real,)
     g_ref, rate_ref, bias_ref = refs
     at = lanes(g_ref, h, plan.heads)
-    g = g_ref[0, rows, at].astype(F32)
+    g = values(g_ref, rows, h, plan.heads)
     tanh = jnp.tanh(g * rate_ref[:, at] + bias_ref[:, at])
     dlogit, half = dg * (1 - tanh * tanh), raw.lower_bound / 2
     sums = (half * jnp.sum(x, 0, keepdims=True) for x in (dlogit * g, dlogit))

@@ -41,6 +41,11 @@ def lanes(ref, h, heads):
     return slice(h * width, (h + 1) * width)
 
 
+def values(ref, rows, h, heads):
+    """Those rows of head h, in float32."""
+    return ref[0, rows, lanes(ref, h, heads)].astype(F32)
+
+
 def minus_betas(ref, rows, raw):
     """[C, heads]"""
     beta = ref[0, 0, rows]
@@ -50,7 +55,7 @@ def minus_betas(ref, rows, raw):
 def decays(refs, rows, h, heads, raw):
     """Log2 decays of a head's chunk from the refs of g, rate and bias."""
     g_ref, *gates = refs
-    g = g_ref[0, rows, lanes(g_ref, h, heads)].astype(F32)
+    g = values(g_ref, rows, h, heads)
     if not raw:
         return g * LOG2E
     rate, bias = (ref[:, lanes(ref, h, heads)] for ref in gates)
@@ -102,7 +107,7 @@ def load(refs, rows, h, heads, minus_beta, norms, raw):
     @functools.cache
     def tile(t):
         at = slice(rows.start + t.start, rows.start + t.stop)
-        q, k = (ref[0, at, lanes(ref, h, heads)].astype(F32) for ref in refs)
+        q, k = (values(ref, at, h, heads) for ref in refs)
         if not raw:
             return chunk.Tile(q, k, minus_beta[t, h : h + 1])
         norm_q, norm_k = inverse_norms(q, k) if norms is None else (norms(0, t), norms(1, t))
@@ -110,10 +115,6 @@ def load(refs, rows, h, heads, minus_beta, norms, raw):
         return chunk.Tile(q * norm_q, k * norm_k, minus_beta[t, h : h + 1], norm_q, norm_k)
 
     return tile
-
-
-def values(ref, rows, h, heads):
-    return ref[0, rows, lanes(ref, h, heads)].astype(F32)
 
 
 def clear_pads(mask_ref, refs, fills):

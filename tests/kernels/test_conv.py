@@ -20,15 +20,7 @@ from pallas_kernels.conv.mosaic_kernels import Plan
 F32, BF16 = jnp.float32, jnp.bfloat16
 NANS = pltpu.InterpretParams(uninitialized_memory="nan")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """An unrolled kernel is a long program for a CPU; and float64 for the oracle."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def inputs(T, X=128, B=1, W=4, seed=0):

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mxfp4_inputs import INTERPRET, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
@@ -17,9 +18,7 @@ from pallas_kernels.experts import mxfp4, mxfp4_reference, mxfp8
 from pallas_kernels.experts.mxfp4 import Blocks, from_released
 from pallas_kernels.situ import situ_glu
 
-E, L, F, N = 4, 512, 256, 50
 BETAS = dict(beta=4.0, linear_beta=25.0)
-INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 # 32 rows, so that MXFP8 takes them too; 50 are one full and one partial block.
 BLOCKS = {
     "x by blocks, v6e": Blocks(rows=32, x_rows=32, columns=128, slab=128, generation=6),
@@ -45,19 +44,6 @@ def draw(seed, E=E, L=L, F=F):
     # Half the outputs are small enough that the activation does not saturate.
     scales[:, ::2] -= 8
     return from_released(packed, scales), released.unpack(packed, scales, np.float64).swapaxes(1, 2)
-
-
-def rows(n, seed=0, L=L):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(n, L)), jnp.bfloat16)
-
-
-def product(x, w, sizes):
-    y, start = np.zeros((x.shape[0], w.shape[2])), 0
-    for e, size in enumerate(sizes):
-        mine = slice(start, start + size)
-        y[mine] = np.asarray(x, np.float64)[mine] @ w[e]
-        start += size
-    return y
 
 
 def glu(x, gate_w, up_w, sizes):

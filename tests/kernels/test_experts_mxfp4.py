@@ -10,14 +10,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mxfp4_inputs import INTERPRET, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
 from pallas_kernels.experts import mxfp4, mxfp4_reference
 from pallas_kernels.experts.mxfp4 import Blocks, from_released, grouped_matmul_mxfp4, visits
 
-E, L, F, N = 4, 512, 256, 50
-INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 # Two column blocks, two slabs; x by blocks of 16 rows on a chip with bfloat16 vectors, or whole in
 # one of 32 (50 rows are one full and one partial block) on a chip without.
 BLOCKS = {
@@ -42,20 +41,6 @@ def draw(seed, low=118, high=130, E=E, L=L, F=F):
     packed = rng.integers(0, 256, (E, F, L // 2), dtype=np.uint8)
     scales = rng.integers(low, high, (E, F, L // 32), dtype=np.uint8)
     return packed, scales, released.unpack(packed, scales, np.float64).swapaxes(1, 2)
-
-
-def rows(n, seed=0, L=L):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(n, L)), jnp.bfloat16)
-
-
-def product(x, w, sizes):
-    """The product in float64."""
-    y, start = np.zeros((x.shape[0], w.shape[2])), 0
-    for e, size in enumerate(sizes):
-        mine = slice(start, start + size)
-        y[mine] = np.asarray(x, np.float64)[mine] @ w[e]
-        start += size
-    return y
 
 
 @cache

@@ -23,15 +23,7 @@ ROUNDING = 1e-2
 WEAK = {"beta": 5e-2, "a_log": 5e-2}
 ONE = (Plan(1, 1, 1, 1),) * 2
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """An unrolled kernel is a long program for a CPU; and float64 for the oracle."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def gated(q, k, v, logit, beta, a_log, bias, state, segments, *, plans=ONE, interpret=True):

@@ -1,0 +1,22 @@
+"""Sizes, rows and the float64 product that the tests of packed experts share."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+E, L, F, N = 4, 512, 256, 50
+INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
+
+def rows(n, seed=0, L=L):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(n, L)), jnp.bfloat16)
+
+
+def product(x, w, sizes):
+    """The product in float64."""
+    y, start = np.zeros((x.shape[0], w.shape[2])), 0
+    for e, size in enumerate(sizes):
+        mine = slice(start, start + size)
+        y[mine] = np.asarray(x, np.float64)[mine] @ w[e]
+        start += size
+    return y

@@ -1,5 +1,8 @@
 """What every kernel room needs."""
 
+import logging
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 
@@ -30,3 +33,25 @@ def vary(x, axes: frozenset):
     """x as one that differs over `axes` too."""
     missing = tuple(axes - varying(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def platform() -> str:
+    """What is compiled for: the devices of the context's mesh, else the default ones here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
+def automatic(what: str, elsewhere: str, *, tpu="pallas", gpu="", obstacle="") -> str:
+    """What impl="auto" is: `tpu` on a TPU unless there is an obstacle, `gpu` on a GPU if given.
+
+    Each choice is told in the log once, with the obstacle where that decided.
+    """
+    return _told(what, platform(), tpu, gpu, elsewhere, obstacle)
+
+
+@cache
+def _told(what, platform, tpu, gpu, elsewhere, obstacle):
+    impl = {"tpu": "" if obstacle else tpu, "gpu": gpu}.get(platform) or elsewhere
+    reason = f": {obstacle}" if platform == "tpu" and obstacle else ""
+    logging.getLogger(__name__).info("%s on %s: %s%s", what, platform, impl, reason)
+    return impl

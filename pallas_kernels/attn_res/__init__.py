@@ -1,13 +1,11 @@
 """Attention Residuals' MIX: rows of the stream's earlier sums, weighted by a learned probe."""
 
-import logging
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attn_res.mosaic import LANES, MOST, mix_mosaic
 from pallas_kernels.attn_res.reference import mix_reference
+from pallas_kernels.common import automatic
 
 IMPLS = ("auto", "pallas", "reference")
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -35,19 +33,13 @@ def mix(candidates: tuple[jax.Array, ...], probe_D: jax.Array, *, eps: float, im
     if len(candidates) == 1:
         return candidates[0]
     if impl == "auto":
-        impl = _auto(jax.default_backend(), probe_D.shape[0], len(candidates))
+        D, J = len(probe_D), len(candidates)
+        fits = D % LANES == 0 and J <= MOST
+        obstacle = "" if fits else f"D={D} is no multiple of {LANES} or J={J} more than {MOST}"
+        impl = automatic("AttnRes mix", "reference", obstacle=obstacle)
     if impl == "pallas":
         return mix_mosaic(candidates, probe_D, eps=eps)
     return mix_reference(candidates, probe_D, eps)
-
-
-@cache
-def _auto(backend, D, J):
-    fits = D % LANES == 0 and J <= MOST
-    impl = "pallas" if backend == "tpu" and fits else "reference"
-    reason = "" if fits else f": D={D} is no multiple of {LANES} or J={J} more than {MOST}"
-    logging.getLogger(__name__).info("AttnRes mix on %s: %s%s", backend, impl, reason)
-    return impl
 
 
 def _check(candidates, probe_D, impl):

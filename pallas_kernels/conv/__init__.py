@@ -1,16 +1,15 @@
 """The short causal convolution before KDA's delta rule: the door that every caller uses."""
 
-import logging
-from functools import cache
-
 import jax
 
+from pallas_kernels.common import automatic
 from pallas_kernels.conv import reference
 from pallas_kernels.conv.mosaic import conv_mosaic, obstacle
+from pallas_kernels.conv.sequence import short_conv_sharded
 
 IMPLS = ("auto", "pallas", "reference")
 
-__all__ = ["short_conv"]
+__all__ = ["short_conv", "short_conv_sharded"]
 
 
 def short_conv(
@@ -43,19 +42,11 @@ def short_conv(
     if impl == "auto":
         why_not = obstacle(u_BTX.shape, u_BTX.dtype, len(taps_WX))
         one = u_BTX.shape[1] == 1
-        impl = "reference" if one else _auto(jax.default_backend(), why_not)
+        impl = "reference" if one else automatic("Short convolution", "reference", obstacle=why_not)
     if impl == "reference":
         return reference.short_conv(u_BTX, taps_WX, history_BWX, segments_BT)
     y_BTX = conv_mosaic((None, False), u_BTX, taps_WX, history_BWX, segments_BT)
     return y_BTX, reference.history_after(u_BTX, history_BWX, segments_BT)
-
-
-@cache
-def _auto(backend, why_not):
-    impl = "pallas" if backend == "tpu" and not why_not else "reference"
-    reason = f": {why_not}" if backend == "tpu" and why_not else ""
-    logging.getLogger(__name__).info("Short convolution on %s: %s%s", backend, impl, reason)
-    return impl
 
 
 def _check(u_BTX, taps_WX, history_BWX, segments_BT):

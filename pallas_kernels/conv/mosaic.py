@@ -127,12 +127,15 @@ def specs(plan, n_t, reverse):
     }
 
 
+# A kernel's trace takes seconds: under jit the layers of a model share one.
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def forward(plain, mask, u_BTX, taps, history, *, plan=None, interpret=False):
     named = [("mask", mask), ("u", u_BTX), ("taps", taps), ("history", history)]
     out = [("u", u_BTX.shape, u_BTX.dtype)]
     return _call(kernels.forward, "conv_forward", plain, named, out, plan, False, interpret)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def backward(plain, mask, u_BTX, dy_BTX, taps, history, *, plan=None, interpret=False):
     """du, and for each tap and row of a register a sum of the taps' gradient [B, 4 * 8, X]."""
     B, _, X = u_BTX.shape

@@ -1,18 +1,18 @@
 """Grouped matmul of routed experts: rows sorted by expert, one weight matrix per group."""
 
-import logging
 import math
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import batched, blocks, mxfp4, mxfp4_reference, reference
+from pallas_kernels.common import automatic
+from pallas_kernels.experts import batched, blocks, mosaic, mxfp4, mxfp4_reference, reference
 from pallas_kernels.experts.mxfp4 import from_released
 from pallas_kernels.experts.mxfp8 import to_mxfp8
 
 FORMS = {"blocks": blocks, "batched": batched}
-IMPLS = ("auto", *FORMS, "ragged", "reference")
+IMPLS = ("auto", "pallas", *FORMS, "reference")
 PACKED_IMPLS = ("auto", "pallas", "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
 
@@ -32,28 +32,24 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     may be empty; rows after the last group give 0 and pass no gradient. sizes_E must sum to at
     most N, which is not checked. A NaN stays in its own row forward and in its own row and expert
     backward. Differentiable in x and w, whose gradients keep their dtypes.
-    impl: "ragged" is `jax.lax.ragged_dot`, "blocks" a loop over blocks of rows, "batched"
-    one product over all blocks, "reference" the definition. "auto" is "ragged" on TPU, where XLA
-    has a kernel for it, "batched" on GPU and "blocks" on CPU, where XLA multiplies every row with
-    every expert (measured in `batched` and `blocks`).
+    impl: "pallas" is the TPU kernels of `mosaic`, "blocks" a loop over blocks of rows, "batched"
+    one product over all blocks, "reference" the definition. "auto" is "pallas" on TPU, "batched" on
+    GPU and "blocks" on CPU: of `jax.lax.ragged_dot` XLA makes a product of every row with every
+    expert on all three, but for some TPUs (figures in these modules).
     The output has x's dtype unless preferred_element_type says otherwise.
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
     _check(x_NL, w_ELF, sizes_E)
     if impl not in IMPLS:
         raise ValueError(f"grouped_matmul: impl={impl!r} is not one of {IMPLS}")
-    impl = _auto(jax.default_backend()) if impl == "auto" else impl
+    if impl == "auto":
+        impl = automatic("grouped matmul", "blocks", gpu="batched")
     dtype = x_NL.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     if impl == "reference":
         return reference.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
     if impl in FORMS:
         return _grouped(FORMS[impl], x_NL, w_ELF, sizes_E).astype(dtype)
-    precision = jax.lax.Precision.HIGHEST if x_NL.dtype == jnp.float32 else None
-    y_NF = jax.lax.ragged_dot(
-        x_NL, w_ELF, sizes_E, precision=precision, preferred_element_type=jnp.float32
-    )
-    in_group_N1 = (jnp.arange(x_NL.shape[0]) < sizes_E.sum())[:, None]
-    return jnp.where(in_group_N1, y_NF, 0.0).astype(dtype)
+    return mosaic.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
 
 
 def grouped_matmul_mxfp4(
@@ -109,14 +105,7 @@ def _packed_impl(door, x, activations, impl):
         )
     if impl not in PACKED_IMPLS:
         raise ValueError(f"{door}: impl={impl!r} is not one of {PACKED_IMPLS}")
-    return _auto_packed(jax.default_backend()) if impl == "auto" else impl
-
-
-@cache
-def _auto_packed(backend):
-    impl = "pallas" if backend == "tpu" else "reference"
-    logging.getLogger(__name__).info("packed experts on %s: %s", backend, impl)
-    return impl
+    return automatic("packed experts", "reference") if impl == "auto" else impl
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,13 +126,6 @@ def _grouped_bwd(form, saved, dy_NF):
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
-
-
-@cache
-def _auto(backend):
-    impl = {"tpu": "ragged", "gpu": "batched"}.get(backend, "blocks")
-    logging.getLogger(__name__).info("grouped matmul on %s: %s", backend, impl)
-    return impl
 
 
 def _check(x_NL, w_ELF, sizes_E):

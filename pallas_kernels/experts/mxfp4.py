@@ -134,18 +134,19 @@ def choose(N, E, L, F, out_bytes, chip, matrices=1, is_mxfp8=False):
     return Blocks(rows, x_rows, max(fits), slab, chip.generation)
 
 
-def visits(sizes_E, N, rows):
+def visits(sizes_E, N, rows, empty_too=False):
     """Which expert meets which block of rows, in order: (expert, block, first row, end row) [V].
 
     Consecutive visits share a block, an expert or neither. Blocks after the last group are
     visited once with no rows, so that they can be zeroed; visits that are left over repeat the
-    last block with no rows.
+    last block with no rows. empty_too: experts without rows have one visit, too.
     """
     E, n_blocks = sizes_E.shape[0], -(-N // rows)
     e_E, v = (jnp.arange(n, dtype=sizes_E.dtype) for n in (E, n_blocks + E - 1))
     ends_E = jnp.cumsum(sizes_E)
     starts_E = ends_E - sizes_E
-    count_E = jnp.where(sizes_E > 0, (ends_E - 1) // rows - starts_E // rows + 1, 0)
+    is_visited_E = (sizes_E > 0) | empty_too
+    count_E = jnp.where(sizes_E > 0, (ends_E - 1) // rows - starts_E // rows + 1, is_visited_E)
     visit_ends_E = jnp.cumsum(count_E)
     visit_starts_E = visit_ends_E - count_E
     # Sums over a mask: gathers of a few numbers would be a program each.
@@ -157,8 +158,8 @@ def visits(sizes_E, N, rows):
     is_real = v < visit_ends_E[-1]
     empty = -(-ends_E[-1] // rows) - visit_ends_E[-1]
     block = jnp.minimum(v + jnp.where(is_real, offset, empty), n_blocks - 1)
-    # Past the last visit stays the last expert that has rows: its weights need no new copy.
-    expert = jnp.where(is_real, expert, jnp.max(jnp.where(sizes_E > 0, e_E, 0)))
+    # Past the last visit stays its expert: the weights need no new copy.
+    expert = jnp.where(is_real, expert, jnp.max(jnp.where(is_visited_E, e_E, 0)))
     return expert, block, jnp.maximum(start, block * rows), jnp.minimum(end, (block + 1) * rows)
 
 

@@ -1,23 +1,22 @@
 """Kimi Delta Attention: the door that every caller uses, whatever computes it."""
 
-import logging
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import automatic
 from pallas_kernels.kda.chunked import kda_chunked
 from pallas_kernels.kda.decode import kda_decode
 from pallas_kernels.kda.gate import l2_norm, log_decay
 from pallas_kernels.kda.mosaic import LANES, Raw, kda_mosaic
 from pallas_kernels.kda.reference import kda_reference
+from pallas_kernels.kda.sequence import gated_kda_sharded
 
 PLAIN = {"chunked": kda_chunked, "reference": kda_reference}
 IMPLS = (*PLAIN, "pallas")
 # The chunk forms split decays so that the exponents of 16 or 32 tokens stay in float32's range.
 LOWEST_BOUND = -5.0
 
-__all__ = ["gated_kda", "kda", "kda_decode"]
+__all__ = ["gated_kda", "gated_kda_sharded", "kda", "kda_decode"]
 
 
 def kda(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT, *, impl="auto"):
@@ -86,18 +85,11 @@ def gated_kda(
 def _choose(impl, q_BTHk, v_BTHv):
     if impl == "auto":
         (_, T, _, K), V = q_BTHk.shape, v_BTHv.shape[-1]
-        return "reference" if T == 1 else _auto(jax.default_backend(), K, V)
+        fits = not (K % LANES or V % LANES)
+        obstacle = "" if fits else f"K={K}, V={V} are no multiples of {LANES}"
+        return "reference" if T == 1 else automatic("KDA", "chunked", obstacle=obstacle)
     if impl not in IMPLS:
         raise ValueError(f"kda: impl={impl!r} is unknown; allowed are 'auto', {sorted(IMPLS)}")
-    return impl
-
-
-@cache
-def _auto(backend, K, V):
-    fits = not (K % LANES or V % LANES)
-    impl = "pallas" if backend == "tpu" and fits else "chunked"
-    reason = "" if fits else f": K={K}, V={V} are no multiples of {LANES}"
-    logging.getLogger(__name__).info("KDA on %s: %s%s", backend, impl, reason)
     return impl
 
 

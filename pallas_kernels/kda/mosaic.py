@@ -137,6 +137,8 @@ def blocks(plan, B, T, H, K, V, reverse):
     }
 
 
+# A kernel's trace takes seconds: under jit the layers of a model share one.
+@functools.partial(jax.jit, static_argnames=("plan", "raw", "saves", "interpret"))
 def forward(mask, q, k, v, g, beta, gates, state, *, plan, raw, saves, interpret):
     """Heads on lanes: q [B, T, H K]. Returns o, the state after, and (saves) one per chunk."""
     (B, T, _), (_, H, K, V) = q.shape, state.shape
@@ -149,6 +151,7 @@ def forward(mask, q, k, v, g, beta, gates, state, *, plan, raw, saves, interpret
     return _call(kernel, "kda_forward", named, out, plan, (B, T, H, K, V), False, interpret)
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "raw", "interpret"))
 def backward(mask, q, k, v, g, beta, gates, saved, do, dlast, *, plan, raw, interpret):
     """Returns dq, dk, dv, dg, dbeta, gradients of the gates [B, 1, H K] and of the state before."""
     (B, T, _), (_, _, H, K, V) = q.shape, saved.shape

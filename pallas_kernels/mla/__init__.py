@@ -4,18 +4,16 @@ Kimi K3 report, sec. 2.1.2: 192-wide queries and keys (128 + 64, no rotation), 1
 softmax in float32. The projections and the output gate belong to the layer.
 """
 
-import logging
-from functools import cache
-
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import automatic
 from pallas_kernels.mla import absorbed, blocks, reference, splash
+from pallas_kernels.mla.sequence import self_attention_sharded
 
 IMPLS = ("auto", "blocks", "splash", "reference")
 ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
-__all__ = ["absorbed_attention", "cached_attention", "self_attention"]
+__all__ = ["absorbed_attention", "cached_attention", "self_attention", "self_attention_sharded"]
 
 
 def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", out_dtype=None):
@@ -36,7 +34,8 @@ def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", o
         )
     if impl not in IMPLS:
         raise ValueError(f"self_attention: impl={impl!r} is not one of {IMPLS}")
-    impl = _auto(jax.default_backend()) if impl == "auto" else impl
+    if impl == "auto":
+        impl = automatic("MLA self-attention", "blocks", tpu="splash")
     out_dtype = q_BTHq.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if impl == "splash" and out_dtype != q_BTHq.dtype:
         raise ValueError(
@@ -95,28 +94,13 @@ def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, impl
     q_BTHM = jnp.concatenate([q_BTHC, q_pe_BTHr], axis=-1)
     if impl == "auto":
         reason = absorbed.fits(q_BTHM, latent_BSM, C)
-        impl = _auto_absorbed(jax.default_backend(), reason)
+        impl = automatic("MLA absorbed attention", "plain", obstacle=reason)
     attend = absorbed.attend if impl == "pallas" else absorbed.attend_plain
     return attend(q_BTHM, latent_BSM, q_index_BT, scale=scale, C=C)
 
 
 def _live_slots(q_index_BT, S):
     return jnp.arange(S) <= q_index_BT.max(axis=1, keepdims=True)
-
-
-@cache
-def _auto(backend):
-    impl = "splash" if backend == "tpu" else "blocks"
-    logging.getLogger(__name__).info("MLA self-attention on %s: %s", backend, impl)
-    return impl
-
-
-@cache
-def _auto_absorbed(backend, reason):
-    impl = "pallas" if backend == "tpu" and not reason else "plain"
-    said = f": {reason}" if reason else ""
-    logging.getLogger(__name__).info("MLA absorbed attention on %s: %s%s", backend, impl, said)
-    return impl
 
 
 def _check_heads(door, q_BTHq, k_BSHq, v_BSHv):

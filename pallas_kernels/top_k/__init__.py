@@ -1,11 +1,9 @@
 """The k largest of each row: which experts a router chooses."""
 
-import logging
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import automatic
 from pallas_kernels.top_k.mosaic import top_k_mosaic
 from pallas_kernels.top_k.reference import top_k_reference
 
@@ -38,13 +36,6 @@ def top_k(scores_NE: jax.Array, k: int, *, bias_E=None, impl="auto") -> jax.Arra
             f"top_k: the bias must be float32 {scores_NE.shape[1:]}; got {bias_E.dtype} "
             f"{bias_E.shape}"
         )
-    impl = _auto(jax.default_backend()) if impl == "auto" else impl
+    impl = automatic("router top-k", "reference") if impl == "auto" else impl
     scores_NE, bias_E = jax.lax.stop_gradient((scores_NE, bias_E))
     return (top_k_mosaic if impl == "pallas" else top_k_reference)(scores_NE, bias_E, k)
-
-
-@cache
-def _auto(backend):
-    impl = "pallas" if backend == "tpu" else "reference"
-    logging.getLogger(__name__).info("router top-k on %s: %s", backend, impl)
-    return impl

@@ -7,6 +7,7 @@ again. SIGTERM saves first and exits with 0.
 """
 
 import contextlib
+import dataclasses
 import functools
 import signal
 import sys
@@ -26,7 +27,7 @@ from k3_jax.tokenizer import load_tokenizer
 from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from sharding import make_mesh
-from sharding.hosts import global_rows
+from sharding.hosts import global_rows, row_share
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
@@ -42,9 +43,9 @@ def main(_):
 
 def run(config: TrainConfig, workdir: str):
     # Mesh and data
-    here = jax.process_index(), jax.process_count()
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
     jax.set_mesh(mesh)
+    here = row_share(mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_run(config, mesh, tokenizer.vocab_size, here[1])
     loader = Loader(config.data, tokenizer, process=here[0], n_processes=here[1])

@@ -61,7 +61,7 @@ def embed(model, tokens_BT):
 def forward(model, x_BTD, segments_BT, forced_ZBTA=None):
     """Logits, running sums after each layer, chosen experts."""
     out = model(x_BTD, segments_BT, forced_ZBTA=forced_ZBTA, keep_stream=True)
-    return model.logits(out.hidden_BTD), out.stream_YBTD, out.experts_ZBTA
+    return model.logits(out.hidden_BTD), out.stream_YBTD, out.routing.experts_BTA
 
 
 def padded(tokens, segments):

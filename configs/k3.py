@@ -44,6 +44,8 @@ def get_config() -> ConfigDict:
             expert_width=3072,
             n_shared=2,
             routed_scale=1.0,
+            exchange="balanced",
+            capacity=1.05,
         ),
     )
     config.data = dict(
@@ -66,7 +68,7 @@ def get_config() -> ConfigDict:
         weight_decay=0.1,
         clip_norm=1.0,
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, expert=64, seq=1, tensor=1, slices=1)
     config.steps = 100_000
     config.seed = 0
     config.accumulate = 1

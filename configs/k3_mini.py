@@ -42,6 +42,8 @@ def get_config() -> ConfigDict:
             expert_width=512,
             n_shared=2,
             routed_scale=1.0,
+            exchange="plain",
+            capacity=0.0,
         ),
     )
     config.data = dict(
@@ -64,7 +66,7 @@ def get_config() -> ConfigDict:
         weight_decay=0.1,
         clip_norm=1.0,
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, slices=1)
     config.steps = 320
     config.seed = 0
     config.accumulate = 1

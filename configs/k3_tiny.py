@@ -36,7 +36,14 @@ def get_config() -> ConfigDict:
             latent_norm_eps=1e-6,
         ),
         moe=dict(
-            n_experts=16, n_active=4, latent_width=64, expert_width=64, n_shared=2, routed_scale=1.0
+            n_experts=16,
+            n_active=4,
+            latent_width=64,
+            expert_width=64,
+            n_shared=2,
+            routed_scale=1.0,
+            exchange="plain",
+            capacity=0.0,
         ),
     )
     config.data = dict(
@@ -59,7 +66,7 @@ def get_config() -> ConfigDict:
         weight_decay=0.1,
         clip_norm=1.0,
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, slices=1)
     config.steps = 400
     config.seed = 0
     config.accumulate = 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer, normal, ones, zeros
 
-from sharding import gathered, weight_spec
+from sharding import act_spec, gathered, weight_spec
 
 __all__ = ["einsum", "normal", "ones", "read", "weight", "zeros"]
 
@@ -13,11 +13,12 @@ __all__ = ["einsum", "normal", "ones", "read", "weight", "zeros"]
 def weight(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init: Initializer) -> nnx.Param:
     """A parameter whose shape and resting place follow from its letters."""
     shape = tuple(dims[a] for a in letters)
-    return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=weight_spec(letters)))
+    placed = weight_spec(letters, shape)
+    return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=placed))
 
 
 def read(w: nnx.Param, dtype=None) -> jax.Array:
-    """The parameter's array, cast if asked, whole on every device.
+    """The parameter's array as it is used (`sharding.gathered`), cast if asked.
 
     The cast comes first, so that what travels is the narrow type.
     """
@@ -28,9 +29,11 @@ def read(w: nnx.Param, dtype=None) -> jax.Array:
 def einsum(equation: str, x: jax.Array, w: nnx.Param, *, shape=None) -> jax.Array:
     """`jnp.einsum` of an activation with a parameter, reshaped if asked, in the activation's dtype.
 
-    float32 means float32: matrix units that would round the operands are told not to.
+    The result is placed by its letters. float32 means float32: matrix units that would round the
+    operands are told not to.
     """
     array = read(w, x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     array = array if shape is None else array.reshape(shape)
-    return jnp.einsum(equation, x, array, precision=precision)
+    placed = act_spec(equation.split("->")[1])
+    return jnp.einsum(equation, x, array, precision=precision, out_sharding=placed)

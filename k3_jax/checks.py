@@ -1,34 +1,55 @@
 """What is refused before anything is built, when the configuration meets the machine."""
 
-from k3_jax.config import TrainConfig
+import math
+
+from k3_jax.config import ModelConfig, TrainConfig
+from sharding.rules import ROWS
 
 
 def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> None:
     """Raise ValueError when rows, weights or token ids do not fit the mesh or the model."""
     data, model = config.data, config.model
-    rows, n_shards = data.batch // config.accumulate, mesh.size
+    rows, n_shards = data.batch // config.accumulate, math.prod(mesh.shape[a] for a in ROWS)
     if rows % n_shards:
         raise ValueError(
             f"{rows} rows of a micro-batch (data.batch={data.batch} / accumulate="
-            f"{config.accumulate}) do not divide over {n_shards} devices"
+            f"{config.accumulate}) do not divide over {n_shards} devices "
+            f"({' * '.join(f'mesh.{a}' for a in ROWS)})"
         )
     if data.batch % (config.accumulate * n_processes):
         raise ValueError(
             f"data.batch={data.batch} does not divide into accumulate={config.accumulate} "
             f"micro-batches on {n_processes} processes"
         )
-    fsdp = mesh.shape["fsdp"]
-    stored = {
-        "width": model.width,
-        "moe.n_experts": model.moe.n_experts,
-        "mla.query_latent": model.mla.query_latent,
-        "mla.kv_latent": model.mla.kv_latent,
-        "kda.head_dim": model.kda.head_dim,
-    }
-    if uneven := {k: v for k, v in stored.items() if v % fsdp}:
-        raise ValueError(f"mesh.fsdp={fsdp} does not divide {uneven}")
+    check_split(model, mesh, data.seq_len)
     if vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer {data.tokenizer!r} has {vocab_size} ids, more than "
             f"model.vocab_size={model.vocab_size}"
         )
+
+
+def check_split(model: ModelConfig, mesh, seq_len: int) -> None:
+    """Raise ValueError when the mesh does not divide what it splits, naming all of it."""
+    tensor, seq = mesh.shape["tensor"], mesh.shape["seq"]
+    sizes = {
+        "expert * mesh.tensor": (
+            mesh.shape["expert"] * tensor,
+            {"moe.n_experts": model.moe.n_experts},
+        ),
+        "seq": (seq, {"data.seq_len": seq_len}),
+        "tensor": (
+            tensor,
+            {
+                "kda.n_heads": model.kda.n_heads,
+                "mla.n_heads": model.mla.n_heads,
+                "vocab_size": model.vocab_size,
+                "dense_width": model.dense_width,
+                "moe.latent_width": model.moe.latent_width,
+                "moe.expert_width": model.moe.expert_width,
+            },
+        ),
+    }
+    for name, (n, split) in sizes.items():
+        if uneven := {k: v for k, v in split.items() if v % n}:
+            raise ValueError(f"mesh.{name}={n} does not divide {uneven}")

@@ -51,7 +51,16 @@ class MlaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """Stable LatentMoE. Report section 2.3."""
+    """Stable LatentMoE. Report section 2.3.
+
+    `exchange` is how tokens get to experts on other devices. "plain": to where the expert lives.
+    "balanced" (MoonEP, report section 5.2): crowded experts are lent to devices with less to do,
+    so that all have the same work and nothing is dropped.
+    `capacity` is the most copies of tokens that a device's experts take, as a multiple of the
+    copies that a device sends. "plain" drops and counts what is more, and 0 is no bound; "balanced"
+    lends fewer experts with more of it, and 1 is the least.
+    `packed`: the experts' weights stay MXFP4 in memory, as released; they cannot be trained.
+    """
 
     n_experts: int
     n_active: int
@@ -59,6 +68,9 @@ class MoeConfig:
     expert_width: int
     n_shared: int = 2
     routed_scale: float = 1.0
+    exchange: str = "plain"
+    capacity: float = 0.0
+    packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +161,17 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Mesh sizes; -1 takes the devices that are left."""
+    """Sizes of the mesh axes of `sharding.mesh`; one may be -1, the devices that are left.
+
+    `slices`: of a pod, joined by the data-centre network; they split `data`.
+    """
 
     data: int = -1
     fsdp: int = 1
+    expert: int = 1
+    seq: int = 1
+    tensor: int = 1
+    slices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +220,20 @@ def check_model(c: ModelConfig) -> None:
         )
     if not 0 <= c.n_dense <= c.n_layers:
         raise ValueError(f"n_dense={c.n_dense} is not within 0..n_layers={c.n_layers}")
+    if c.moe.packed and c.dtype != "bfloat16":
+        raise ValueError(f"moe.packed experts multiply in bfloat16, not model.dtype={c.dtype}")
+    if c.moe.packed and (c.moe.latent_width % 64 or c.moe.expert_width % 64):
+        raise ValueError(
+            f"moe.packed wants widths in multiples of 64, got moe.latent_width="
+            f"{c.moe.latent_width} and moe.expert_width={c.moe.expert_width}"
+        )
+    check_choice("moe.exchange", c.moe.exchange, ("plain", "balanced"))
+    lowest = 1 if c.moe.exchange == "balanced" else 0
+    if c.moe.capacity < lowest:
+        raise ValueError(
+            f"moe.capacity={c.moe.capacity} must be at least {lowest} with moe.exchange="
+            f"{c.moe.exchange!r}"
+        )
     if c.moe.n_active > c.moe.n_experts:
         raise ValueError(f"moe.n_active={c.moe.n_active} exceeds moe.n_experts={c.moe.n_experts}")
     if not -5.0 <= c.kda.gate_lower_bound < 0.0:
@@ -216,6 +249,8 @@ def check_model(c: ModelConfig) -> None:
 def check_train(c: TrainConfig) -> None:
     """Refuse, with the numbers, a run that cannot work."""
     d = c.data
+    if c.model.moe.packed:
+        raise ValueError("model.moe.packed=True: packed experts have no gradient")
     if c.steps < 1 or c.accumulate < 1 or d.batch < 1:
         raise ValueError(
             f"steps={c.steps}, accumulate={c.accumulate}, data.batch={d.batch} must be at least 1"

@@ -9,7 +9,7 @@ from k3_jax.config import TrainConfig
 from k3_jax.model import K3
 from k3_jax.tokenizer import Tokenizer
 from k3_jax.train_step import loss_sums
-from sharding.hosts import global_rows
+from sharding.hosts import global_rows, row_share
 
 
 class HeldOut:
@@ -33,8 +33,8 @@ class HeldOut:
             rows = {k: global_rows(v, self._mesh) for k, v in batch.items()}
             sums = jax.device_get(self._sums(model, rows))
             nats, count = nats + float(sums.nats), count + int(sums.count)
-        # The bytes were counted on this process's rows, the targets on all.
-        n_bytes = self._bytes * jax.process_count()
+        # The bytes were counted on this process's share of the rows, the targets on all.
+        n_bytes = self._bytes * row_share(self._mesh)[1]
         return {
             "heldout_loss": nats / count,
             "heldout_bits_per_byte": nats / math.log(2) / n_bytes,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import dot32
-from sharding import act_spec, on_shards
-from sharding.rules import ROWS
+from pallas_kernels.halo import from_next
+from sharding import TOKENS, act_spec, on_shards, present
 
 F32 = jnp.float32
 
@@ -26,10 +26,15 @@ def next_tokens(tokens_BT, segments_BT, mask_BT=None):
     `mask_BT` (1 where a token is to be learned) counts where the target, not the input, is masked.
     """
 
+    def after(x_BT):
+        """What follows each token; 0 at a row's end, where segment 0 is of no document."""
+        if present(("seq",)):
+            return jnp.concatenate([x_BT[:, 1:], from_next(x_BT, "seq")], axis=1)
+        return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))
+
     def local(tokens, segments, mask):
-        targets, following, learned = (jnp.roll(x, -1, axis=1) for x in (tokens, segments, mask))
-        counts = (segments == following) & (segments != 0) & (learned != 0)
-        return targets, counts.at[:, -1].set(False)
+        targets, following, learned = (after(x) for x in (tokens, segments, mask))
+        return targets, (segments == following) & (segments != 0) & (learned != 0)
 
     mask_BT = jnp.ones_like(segments_BT) if mask_BT is None else mask_BT
     rows = (jax.reshard(x, act_spec("BT")) for x in (tokens_BT, segments_BT, mask_BT))
@@ -37,10 +42,21 @@ def next_tokens(tokens_BT, segments_BT, mask_BT=None):
 
 
 def token_logprobs(hidden_BTD, head_DV, targets_BT):
-    """log p(target) of each position and the logits' log-sum-exp, float32 [B, T]."""
+    """log p(target) of each position and the logits' log-sum-exp, float32 [B, T].
+
+    Inside `on_shards`, where each device of `tensor` has a part of the vocabulary.
+    """
     logits_BTV = dot32("BTD,DV->BTV", hidden_BTD, head_DV.astype(hidden_BTD.dtype))
-    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    hit_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    lse_BT, axes = jax.nn.logsumexp(logits_BTV, axis=-1), present(("tensor",))
+    if axes:
+        targets_BT = targets_BT - jax.lax.axis_index(axes) * logits_BTV.shape[-1]
+    is_here = (targets_BT >= 0) & (targets_BT < logits_BTV.shape[-1])
+    at_BT1 = jnp.where(is_here, targets_BT, 0)[..., None]
+    hit_BT = jnp.take_along_axis(logits_BTV, at_BT1, axis=-1)[..., 0]
+    if axes:
+        hit_BT = jax.lax.psum(jnp.where(is_here, hit_BT, 0), axes)
+        largest_BT = jax.lax.pmax(jax.lax.stop_gradient(lse_BT), axes)
+        lse_BT = largest_BT + jnp.log(jax.lax.psum(jnp.exp(lse_BT - largest_BT), axes))
     return hit_BT - lse_BT, lse_BT
 
 
@@ -68,10 +84,11 @@ def cross_entropy(hidden_BTD, head_DV, targets_BT, counts_BT, *, chunk: int) -> 
             z = jnp.sum(jnp.where(counts_BT, lse_BT**2, 0))
             return (sums[0] + nats, sums[1] + z), None
 
-        zero = jax.lax.pcast(jnp.zeros((), F32), ROWS, to="varying")
+        axes = present(TOKENS)
+        zero = jax.lax.pcast(jnp.zeros((), F32), axes, to="varying")
         rows = cut(hidden, hidden.shape[-1]), cut(targets), cut(counts)
         (nats, z), _ = jax.lax.scan(step, (zero, zero), rows)
-        return tuple(jax.lax.psum(x, ROWS) for x in (nats, z, jnp.sum(counts)))
+        return tuple(jax.lax.psum(x, axes) for x in (nats, z, jnp.sum(counts)))
 
     sums = on_shards(local, "BTD,DV,BT,BT -> ,,")(hidden_BTD, head_DV, targets_BT, counts_BT)
     return LossSums(*sums)

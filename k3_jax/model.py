@@ -13,11 +13,11 @@ from k3_jax.layers.attn_res import AttnRes
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
-from k3_jax.layers.moe import Moe
+from k3_jax.layers.moe import Moe, Routing
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from pallas_kernels.common import dot32
-from sharding import act_spec, on_shards
+from sharding import act_spec, on_shards, present
 
 # One part of an AttnRes block: equal groups of consecutive layers, by their indices.
 Part = tuple[tuple[int, ...], ...]
@@ -63,14 +63,14 @@ def cut_runs(c: ModelConfig, indices: tuple[int, ...], is_opening: bool) -> list
 class Output:
     """What a call returns.
 
-    `hidden_BTD`: after the final norm. `cache`: None when none was given. `experts_ZBTA`: the
-    experts chosen in each of the Z MoE layers. `stream_YBTD`: with `keep_stream`, the running sum
+    `hidden_BTD`: after the final norm. `cache`: None when none was given. `routing`: of each
+    of the Z MoE layers, stacked. `stream_YBTD`: with `keep_stream`, the running sum
     after each of the Y layers.
     """
 
     hidden_BTD: jax.Array
     cache: K3Cache | None
-    experts_ZBTA: jax.Array | None
+    routing: Routing | None
     stream_YBTD: jax.Array | None
 
 
@@ -92,10 +92,10 @@ class Layer(nnx.Module):
         y_BTD, cache = self.attn(rms_norm(x_BTD, read(self.attn_norm_D), self.eps), rows, cache)
         sum_BTD = y_BTD if sum_BTD is None else sum_BTD + y_BTD
         x_BTD = self.ffn_res((*bank, sum_BTD))
-        y_BTD, experts_BTA = self.ffn(
+        y_BTD, routing = self.ffn(
             rms_norm(x_BTD, read(self.ffn_norm_D), self.eps), rows, forced_BTA
         )
-        return sum_BTD + y_BTD, cache, experts_BTA
+        return sum_BTD + y_BTD, cache, routing
 
 
 class Group(nnx.Module):
@@ -111,13 +111,13 @@ class Group(nnx.Module):
         self.runs = nnx.List([stacked(Layer, c, run[0], n=len(run), rngs=rngs) for run in runs])
 
     def __call__(self, sum_BTD, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The sum after the group, and per run (caches, choices of experts, sums)."""
+        """The sum after the group, and per run (caches, routing, sums)."""
 
         def step(sum_BTD, xs):
             layer, cache, forced_BTA = xs
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
-            sum_BTD, cache, experts_BTA = run(layer, sum_BTD, bank, rows, cache, forced_BTA)
-            return sum_BTD, (cache, experts_BTA, sum_BTD if keep_stream else None)
+            sum_BTD, cache, routing = run(layer, sum_BTD, bank, rows, cache, forced_BTA)
+            return sum_BTD, (cache, routing, sum_BTD if keep_stream else None)
 
         found, z = [], 0
         for r, (layers, n) in enumerate(zip(self.runs, self.lengths, strict=True)):
@@ -141,14 +141,14 @@ class Block(nnx.Module):
         )
 
     def __call__(self, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The block's sum; its caches, the choices of its MoE layers and its sums, in order."""
+        """The block's sum; its caches, the routing of its MoE layers and its sums, in order."""
 
         def step(sum_BTD, xs):
             group, cache, forced_ZBTA = xs
             run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
             return run(group, sum_BTD, bank, rows, cache, forced_ZBTA)
 
-        sum_BTD, after, experts, stream, z = None, [], [], [], 0
+        sum_BTD, after, routing, stream, z = None, [], [], [], 0
         for p, (groups, n) in enumerate(zip(self.parts, self.lengths, strict=True)):
             n_moe = sum(
                 k for k, is_moe in zip(groups.lengths, groups.is_moe, strict=True) if is_moe
@@ -160,9 +160,9 @@ class Block(nnx.Module):
             cache = None if caches is None else caches[p]
             sum_BTD, (cache, chosen, sums) = repeat(step, sum_BTD, (groups, cache, forced), n)
             after.append(cache)
-            experts += in_order(chosen)
+            routing += in_order(chosen)
             stream += in_order(sums)
-        return sum_BTD, (tuple(after), experts, stream)
+        return sum_BTD, (tuple(after), routing, stream)
 
 
 def repeat(step, carry, xs, n: int):
@@ -179,13 +179,13 @@ def stacked(cls, *args, n: int, rngs: nnx.Rngs):
     return jax.vmap(lambda key: cls(*args, rngs=nnx.Rngs(params=key)))(keys)
 
 
-def in_order(runs) -> list[jax.Array]:
-    """Per-run arrays [groups, layers of the run, ...] -> [layers, ...] in the layers' order."""
+def in_order(runs) -> list:
+    """Per-run trees of [groups, layers of the run, ...] -> [layers, ...] in the layers' order."""
     runs = [x for x in runs if x is not None]
     if not runs:
         return []
-    joined = jnp.concatenate(runs, axis=1)
-    return [joined.reshape(-1, *joined.shape[2:])]
+    joined = _concatenate(runs, axis=1)
+    return [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joined)]
 
 
 class K3(nnx.Module):
@@ -203,13 +203,14 @@ class K3(nnx.Module):
     def embed(self, tokens_BT) -> jax.Array:
         """Token ids -> embedding rows [B, T, D] in the compute dtype."""
         # Rows are looked up before the cast, so that their gradients add up in the stored dtype.
-        look_up = on_shards(lambda ids, table: table[ids], "BT,VD -> BTD")
+        look_up = on_shards(_look_up, "BT,VD -> BTD")
         tokens_BT = jax.reshard(tokens_BT, act_spec("BT"))
         return look_up(tokens_BT, read(self.embed_VD)).astype(self.config.dtype)
 
     def logits(self, hidden_BTD) -> jax.Array:
-        """Final hidden rows -> float32 logits [B, T, V]. The loss never calls this at once."""
-        return dot32("BTD,DV->BTV", hidden_BTD, read(self.head_DV, hidden_BTD.dtype))
+        """Final hidden rows -> float32 logits [B, T, V], V whole. The loss never calls this."""
+        logits_BTV = dot32("BTD,DV->BTV", hidden_BTD, read(self.head_DV, hidden_BTD.dtype))
+        return jax.reshard(logits_BTV, act_spec("BT."))
 
     def __call__(
         self,
@@ -229,24 +230,39 @@ class K3(nnx.Module):
         segments_BT = jax.reshard(segments_BT, act_spec("BT"))
         rows = Rows(segments_BT)
         if cache is not None:
+            if present(("seq",)):
+                raise ValueError(
+                    "a cache needs rows that are whole on a device: mesh.seq must be 1"
+                )
             real_BT = segments_BT != 0
             slots_BT = cache.length_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1))
         bank, sum_BTD = (), jax.reshard(x_BTD, act_spec("BTD"))
-        after, experts, stream, z = [], [], [], 0
+        after, routing, stream, z = [], [], [], 0
         for i, block in enumerate(self.blocks):
             bank = (*bank, sum_BTD)
             caches = None if cache is None else cache.blocks[i]
             forced = None if forced_ZBTA is None else forced_ZBTA[z:]
             sum_BTD, (caches, chosen, sums) = block(bank, rows, caches, forced, keep_stream)
             after.append(caches)
-            experts, stream = experts + chosen, stream + sums
-            z += sum(x.shape[0] for x in chosen)
+            routing, stream = routing + chosen, stream + sums
+            z += sum(len(x.n_dropped) for x in chosen)
         mixed_BTD = self.out_res((*bank, sum_BTD))
         hidden_BTD = rms_norm(mixed_BTD, read(self.out_norm_D), self.config.norm_eps)
         if cache is not None:
             cache = K3Cache(tuple(after), cache.length_B + jnp.sum(real_BT, axis=1))
-        return Output(hidden_BTD, cache, _concatenate(experts), _concatenate(stream))
+        return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(stream))
+
+
+def _look_up(ids_BT, table_VD):
+    """Rows of the table. Each device of `tensor` has a part of it and adds zeros for other ids."""
+    axes = present(("tensor",))
+    if not axes:
+        return table_VD[ids_BT]
+    ids_BT = ids_BT - jax.lax.axis_index(axes) * len(table_VD)
+    is_here = (ids_BT >= 0) & (ids_BT < len(table_VD))
+    rows_BTD = table_VD[jnp.where(is_here, ids_BT, 0)]
+    return jax.lax.psum(jnp.where(is_here[..., None], rows_BTD, 0), axes)
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:
@@ -276,5 +292,5 @@ def remat(fn, name: str, level: str):
     return fn
 
 
-def _concatenate(arrays):
-    return jnp.concatenate(arrays) if arrays else None
+def _concatenate(trees, axis=0):
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis), *trees) if trees else None

@@ -1,14 +1,35 @@
-"""Each process's own rows become arrays over the whole mesh."""
+"""Several processes make one run: how they meet, and which rows each of them brings."""
+
+import math
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.rules import ROWS
+from sharding.rules import ROWS, act_spec
+
+
+def row_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """(i, n): this process brings the i-th of n equal parts of each batch's rows.
+
+    Processes whose devices hold the same rows bring the same part, as where only `seq` or `tensor`
+    spans them. Raises ValueError where processes share some rows and not all.
+    """
+    n = math.prod(mesh.shape[a] for a in ROWS)
+    parts: dict[int, set[int]] = {}
+    for device, (rows,) in NamedSharding(mesh, P(ROWS)).devices_indices_map((n,)).items():
+        parts.setdefault(device.process_index, set()).add(rows.start or 0)
+    shares = sorted({tuple(sorted(part)) for part in parts.values()})
+    if sum(map(len, shares)) != n or len({len(s) for s in shares}) > 1:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} splits rows over {len(parts)} processes unevenly: make "
+            "seq * tensor divide, or be a multiple of, the devices of one process"
+        )
+    return shares.index(tuple(sorted(parts[jax.process_index()]))), len(shares)
 
 
 def global_rows(local: np.ndarray, mesh: jax.sharding.Mesh, row_axis: int = 0) -> jax.Array:
     """The array whose rows (along `row_axis`) are split over the mesh, from this process's part."""
-    spec = P(*(None,) * row_axis, ROWS)
+    spec = act_spec("." * row_axis + "B")
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), local)

@@ -1,20 +1,39 @@
-"""The device mesh. There always is one: a single device is the mesh (1, 1)."""
+"""The device mesh. There always is one: a single device is a mesh of ones.
+
+data     rows; weights are copied along it. The axis that may span slices of a pod
+fsdp     rows; weights rest split over it and are gathered where they are used
+expert   rows; routed experts live on it, and the other weights rest split over it too
+seq      the time axis of long rows
+tensor   heads and hidden channels (serving); routed experts too
+"""
 
 import math
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 
-AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "seq", "tensor")
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, devices=None) -> jax.sharding.Mesh:
-    """A mesh with explicit axes: `data` splits rows; `fsdp` splits rows and stored parameters.
+def make_mesh(
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    seq: int = 1,
+    tensor: int = 1,
+    *,
+    slices: int = 1,
+    devices=None,
+) -> jax.sharding.Mesh:
+    """A mesh with explicit axes. A size of -1 takes the devices that are left.
 
-    A size of -1 takes the devices that are left. Raises ValueError when the sizes do not multiply
-    to the number of devices.
+    slices: of a pod, joined by the data-centre network; they split `data`, whose neighbours are
+    far apart, and no other axis. Raises ValueError when the sizes do not multiply to the number of
+    devices or `data` does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {"data": data, "fsdp": fsdp}
+    sizes = dict(zip(AXES, (data, fsdp, expert, seq, tensor), strict=True))
     unknown = [a for a in AXES if sizes[a] == -1]
     wrong = {a: n for a, n in sizes.items() if n < 1 and n != -1}
     if wrong or len(unknown) > 1:
@@ -26,8 +45,26 @@ def make_mesh(data: int = 1, fsdp: int = 1, devices=None) -> jax.sharding.Mesh:
     if total != len(devices):
         raise ValueError(
             f"mesh sizes {sizes} need {total} devices, but {len(devices)} are here "
-            f"({devices[0].platform}); set --config.mesh.data and --config.mesh.fsdp so that "
+            f"({devices[0].platform}); set --config.mesh.{{{','.join(AXES)}}} so that "
             f"their product is {len(devices)}, or one of them to -1"
         )
-    axis_types = (jax.sharding.AxisType.Explicit,) * len(AXES)
-    return jax.make_mesh(tuple(sizes[a] for a in AXES), AXES, axis_types, devices=devices)
+    if slices < 1 or sizes["data"] % slices:
+        raise ValueError(
+            f"mesh.data={sizes['data']} does not divide over mesh.slices={slices}: only `data` "
+            "may span slices"
+        )
+    return jax.sharding.Mesh(
+        _arranged(sizes, slices, devices), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES)
+    )
+
+
+def _arranged(sizes: dict[str, int], slices: int, devices) -> np.ndarray:
+    """Devices so that neighbours on an axis are near each other; `data` outermost."""
+    shape = tuple(sizes.values())
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    within = (sizes["data"] // slices, *shape[1:])
+    across = (slices, *(1,) * (len(shape) - 1))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )

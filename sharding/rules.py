@@ -1,49 +1,107 @@
-"""Which mesh axis a dimension letter lives on, for stored weights and for activations.
+"""Which mesh axes a dimension letter lives on, for stored weights and for activations.
 
-Weights rest sharded over `fsdp` and are gathered where they are used; activations are split by
-rows over both axes. Letters are those of `k3_jax.config`; one letter, one meaning.
+Letters are those of `k3_jax.config`; one letter, one meaning. Axes of one device are never named,
+so that a mesh without them has the types of a program that knows nothing of them.
 """
 
+import math
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-# The first of these letters that a weight has is the dimension it is stored sharded by.
-STORED_BY = "DEQCR"
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")
+TOKENS = (*ROWS, "seq")
+TENSOR = ("tensor",)
+# Where a letter of an activation lives; the others are whole.
+ACTIVATION = {"B": ROWS, "T": ("seq",), **dict.fromkeys("HXFVL", TENSOR)}
+# Inside the routed experts each device has tokens and experts of its own.
+ROUTED = {"B": (*ROWS, "tensor"), "T": ("seq",), "E": ("expert", "tensor")}
+# Weights rest split over these too, each over the first of its STORED_BY letters that it divides.
+STORED_OVER = ("fsdp", "expert", "seq")
+STORED_BY = "DQCRVLFHkv"
 
 
-def weight_spec(letters: str) -> P:
-    """Where a weight rests: its first letter of STORED_BY over `fsdp`, the rest whole."""
-    by = next((a for a in STORED_BY if a in letters), None)
-    return P(*("fsdp" if a == by else None for a in letters))
+def present(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the mesh axes that have more than one device."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(a for a in axes if sizes[a] > 1)
 
 
-def act_spec(letters: str) -> P:
-    """Where an activation lives: rows (B) over all devices, everything else whole."""
-    return P(*(ROWS if a == "B" else None for a in letters))
+def act_spec(letters: str, table: dict[str, tuple[str, ...]] = ACTIVATION) -> P:
+    """Where an activation with these letters lives; a letter of no axis, such as ".", is whole."""
+    return _spec(present(table.get(a, ())) for a in letters)
+
+
+def weight_spec(letters: str, shape: tuple[int, ...]) -> P:
+    """Where a weight rests.
+
+    Experts are on their own devices; heads and channels are split over `tensor`, as they are used.
+    Then each axis of STORED_OVER splits the first letter of STORED_BY that it still divides.
+    Vectors and convolution taps rest whole: to gather them would cost more than it saves.
+    """
+    is_expert = "E" in letters and len(letters) > 2
+    table = {"E": ROUTED["E"]} if is_expert else ACTIVATION
+    axes = [present(table.get(a, ())) for a in letters]
+    if len(letters) > 1 and "W" not in letters:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        for axis in present(STORED_OVER):
+            for i, a in enumerate(letters):
+                parts = math.prod(sizes[x] for x in axes[i]) * sizes[axis]
+                is_free = not any(axis in x for x in axes)
+                if is_free and a in STORED_BY and shape[i] % parts == 0:
+                    axes[i] += (axis,)
+    return _spec(axes)
 
 
 def gathered(w: jax.Array) -> jax.Array:
-    """The whole weight on every device; its gradient is reduced back to where the weight rests."""
-    return jax.reshard(w, P(*(None,) * w.ndim))
+    """The weight as it is used: whole, but for heads and channels, which stay on `tensor`.
+
+    Its gradient is reduced back to where the weight rests.
+    """
+    named = map(_named, jax.typeof(w).sharding.spec)
+    return jax.reshard(w, _spec(TENSOR if axes[:1] == TENSOR else () for axes in named))
 
 
-def on_shards(fn, signature: str):
-    """`fn` run on each device's own rows: "BTD,DF->BTF" names the shape letters in and out.
+def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION):
+    """`fn` run on each device's own part: "BTD,DF->BTF" names the shape letters in and out.
 
-    Operands without a B are whole on every device. They are marked as varying on entry, so that
-    inside a custom VJP too their gradients are summed over the mesh.
+    Operands that are whole over an axis by which others are split are marked as varying over it on
+    entry, so that inside a custom VJP too their gradients are summed over the mesh. A star, as in
+    "*ELF", is a weight as it rests: it is gathered within, so that its gradient is summed by a
+    reduce-scatter.
     """
     ins, outs = (side.split(",") for side in signature.replace(" ", "").split("->"))
+    plain = [x for letters in ins if letters[:1] != "*" for x in letters]
+    split = {a for x in plain for a in present(table.get(x, ()))}
 
-    def local(*arrays):
-        pairs = zip(ins, arrays, strict=True)
-        return fn(*(a if "B" in s else jax.lax.pcast(a, ROWS, to="varying") for s, a in pairs))
+    def enter(letters, x, spec):
+        if letters[:1] == "*":
+            for dim, axes in enumerate(map(_named, spec)):
+                more = tuple(a for a in axes if a not in table.get(letters[dim + 1], ()))
+                x = jax.lax.all_gather(x, more, axis=dim, tiled=True) if more else x
+        missing = tuple(split - jax.typeof(x).manual_axis_type.varying)
+        has_gradient = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jax.lax.pcast(x, missing, to="varying") if missing and has_gradient else x
 
-    out_specs = tuple(act_spec(s) for s in outs)
-    # Wrapped at the call: shard_map binds the context mesh when it wraps.
-    return jax.shard_map(
-        local,
-        in_specs=tuple(act_spec(s) for s in ins),
-        out_specs=out_specs if len(outs) > 1 else out_specs[0],
-    )
+    def run(*arrays):
+        in_specs = tuple(
+            jax.typeof(x).sharding.spec if s[:1] == "*" else act_spec(s, table)
+            for s, x in zip(ins, arrays, strict=True)
+        )
+        out_specs = tuple(act_spec(s, table) for s in outs)
+        return jax.shard_map(
+            lambda *local: fn(*map(enter, ins, local, in_specs)),
+            in_specs=in_specs,
+            out_specs=out_specs if len(outs) > 1 else out_specs[0],
+        )(*arrays)
+
+    return run
+
+
+def _named(entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spec(axes) -> P:
+    return P(*(None if not a else a[0] if len(a) == 1 else tuple(a) for a in axes))

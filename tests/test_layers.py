@@ -14,11 +14,12 @@ from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.state import Rows
 from pallas_kernels.kda.gate import l2_norm, log_decay
 from pallas_kernels.situ import situ_glu
+from sharding import act_spec
 
 
 def placed(rows):
     """Rows where the model wants them."""
-    return jax.reshard(rows, jax.P(("data", "fsdp")))
+    return jax.reshard(rows, act_spec("B"))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,13 @@ def test_the_mixture_of_experts_is_a_loop_over_tokens(one_device):
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     segments = jnp.asarray([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     x, segments = placed(x.at[1, 3:].set(jnp.nan)), placed(segments)
-    y, chosen = jax.jit(lambda m, x: m(x, Rows(segments)))(moe, x)
+    y, routing = jax.jit(lambda m, x: m(x, Rows(segments)))(moe, x)
     w = {n: np.asarray(p[...], np.float64) for n, p in vars(moe).items() if hasattr(p, "get_value")}
     for b, t in [(0, 0), (0, 4), (1, 2)]:
         row = np.asarray(x[b, t], np.float64)
         s = 1 / (1 + np.exp(-row @ w["router_DE"]))
         top = np.argsort(-(s + w["router_bias_E"]))[:2]
-        assert set(top) == set(np.asarray(chosen[b, t]))
+        assert set(top) == set(np.asarray(routing.experts_BTA[b, t]))
         z = row @ w["down_DL"]
         mixed = 0
         for e in top:

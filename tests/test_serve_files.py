@@ -15,7 +15,7 @@ from k3_jax.serving.lines import answer_lines, score_lines
 from k3_jax.serving.sampling import Draw, Settings, draw_tokens, exclude
 from k3_jax.serving.text import GrowingText
 from k3_jax.tokenizer import BytesTokenizer
-from sharding import make_mesh
+from sharding import act_spec, make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,7 @@ def test_tokens_come_as_often_as_their_probability_says(engine, settings):
 
 
 def put_rows(x):
-    spec = jax.sharding.PartitionSpec(("data", "fsdp"), *(None,) * (x.ndim - 1))
-    return jax.device_put(x, jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec))
+    return jax.device_put(x, jax.sharding.NamedSharding(jax.sharding.get_mesh(), act_spec("B")))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

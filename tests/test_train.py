@@ -38,7 +38,7 @@ import jax
 from absl import app
 import train
 from sharding import make_mesh
-train.make_mesh = lambda *sizes: make_mesh(*sizes, devices=jax.devices()[:1])
+train.make_mesh = lambda **sizes: make_mesh(**sizes, devices=jax.devices()[:1])
 tell = train.Metrics.step
 def tell_then_stop(self, step, values):
     tell(self, step, values)

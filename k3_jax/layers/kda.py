@@ -1,5 +1,7 @@
 """Kimi Delta Attention: a gated delta rule with a decay for each key channel."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,9 +10,9 @@ from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig
 from k3_jax.layers.norm import gated_rms_norm
 from k3_jax.state import KdaCache, Rows, fresh_kda
-from pallas_kernels.conv import short_conv
-from pallas_kernels.kda import gated_kda
-from sharding import on_shards
+from pallas_kernels.conv import short_conv, short_conv_sharded
+from pallas_kernels.kda import gated_kda, gated_kda_sharded
+from sharding import on_shards, present
 
 F32 = jnp.float32
 
@@ -91,7 +93,8 @@ class Kda(nnx.Module):
         k, k_past = conv(k, k_taps, k_past, segments)
         v, v_past = conv(v, v_taps, v_past, segments)
         q, k, v, logit = (x.reshape(B, T, H, -1) for x in (q, k, v, logit))
-        o, state = gated_kda(
+        run = partial(gated_kda_sharded, axis="seq") if present(("seq",)) else gated_kda
+        o, state = run(
             *(q, k, v, logit, beta, a_log, bias, state, segments),
             lower_bound=self.config.kda.gate_lower_bound,
         )
@@ -106,7 +109,8 @@ def heads_out(x_BTD, w_DHk):
 
 def conv(u_BTX, taps_WHk, history_BWHk, segments_BT):
     B, W, H, k = history_BWHk.shape
-    y_BTX, after_BWX = short_conv(
+    run = partial(short_conv_sharded, axis="seq") if present(("seq",)) else short_conv
+    y_BTX, after_BWX = run(
         u_BTX, taps_WHk.reshape(W + 1, -1), history_BWHk.reshape(B, W, -1), segments_BT
     )
     return y_BTX, after_BWX.reshape(history_BWHk.shape)

@@ -8,8 +8,13 @@ from k3_jax.axes import einsum, normal, ones, read, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import MlaCache, Rows
-from pallas_kernels.mla import absorbed_attention, cached_attention, self_attention
-from sharding import on_shards
+from pallas_kernels.mla import (
+    absorbed_attention,
+    cached_attention,
+    self_attention,
+    self_attention_sharded,
+)
+from sharding import on_shards, present
 
 
 class Mla(nnx.Module):
@@ -57,34 +62,32 @@ class Mla(nnx.Module):
     def scale(self) -> float:
         return (self.config.mla.key_dim + self.config.mla.shared_key_dim) ** -0.5
 
-    def _keys_values(self, latent_BSM):
-        C, H = self.config.mla.kv_latent, self.config.mla.n_heads
-        c_BSC, shared_BSr = latent_BSM[..., :C], latent_BSM[..., C:]
-        k_BSHk = einsum("BSC,CHk->BSHk", c_BSC, self.k_b_CHk)
-        B, S, r = shared_BSr.shape
-        shared_BSHr = jnp.broadcast_to(shared_BSr[:, :, None], (B, S, H, r))
-        k_BSHq = jnp.concatenate([k_BSHk, shared_BSHr], axis=-1)
-        return k_BSHq, einsum("BSC,CHv->BSHv", c_BSC, self.v_b_CHv)
-
     def _within_rows(self, q_BTHq, latent_BTM, rows):
         """Attention among a call's own tokens, each document by itself."""
-        k_BTHq, v_BTHv = self._keys_values(latent_BTM)
 
-        def attend(q, k, v, segments):
-            return self_attention(q, k, v, segments, scale=self.scale)
+        def attend(q, latent, segments, *key_value_b):
+            if present(("seq",)):
+                return self_attention_sharded(
+                    q, latent, *key_value_b, segments, scale=self.scale, axis="seq"
+                )
+            return self_attention(q, *widen(latent, *key_value_b), segments, scale=self.scale)
 
-        return on_shards(attend, "BTHq,BTHq,BTHv,BT -> BTHv")(
-            q_BTHq, k_BTHq, v_BTHv, rows.segments_BT
+        return on_shards(attend, "BTHq,BTM,BT,CHk,CHv -> BTHv")(
+            q_BTHq, latent_BTM, rows.segments_BT, *self._key_value_b(q_BTHq.dtype)
         )
 
     def _expanded(self, q_BTHq, latent_BSM, rows):
         """A piece of a prompt against the whole cache, keys and values widened from the latent."""
-        k_BSHq, v_BSHv = self._keys_values(latent_BSM)
 
-        def attend(q, k, v, slots):
-            return cached_attention(q, k, v, slots, scale=self.scale)
+        def attend(q, latent, slots, *key_value_b):
+            return cached_attention(q, *widen(latent, *key_value_b), slots, scale=self.scale)
 
-        return on_shards(attend, "BTHq,BSHq,BSHv,BT -> BTHv")(q_BTHq, k_BSHq, v_BSHv, rows.slots_BT)
+        return on_shards(attend, "BTHq,BSM,BT,CHk,CHv -> BTHv")(
+            q_BTHq, latent_BSM, rows.slots_BT, *self._key_value_b(q_BTHq.dtype)
+        )
+
+    def _key_value_b(self, dtype):
+        return read(self.k_b_CHk, dtype), read(self.v_b_CHv, dtype)
 
     def _absorbed(self, q_BTHq, latent_BSM, rows):
         """One token against the cache as it is: W_uk goes into the query, W_uv after the sum."""
@@ -98,6 +101,17 @@ class Mla(nnx.Module):
             q_BTHC, q_BTHq[..., k:], latent_BSM, rows.slots_BT
         )
         return einsum("BTHC,CHv->BTHv", o_BTHC, self.v_b_CHv)
+
+
+def widen(latent_BSM, k_b_CHk, v_b_CHv):
+    """Keys [k from the latent | r] and values of these heads, from cache rows. On shards."""
+    C = len(k_b_CHk)
+    c_BSC, shared_BSr = latent_BSM[..., :C], latent_BSM[..., C:]
+    precision = jax.lax.Precision.HIGHEST if latent_BSM.dtype == jnp.float32 else None
+    k_BSHk = jnp.einsum("BSC,CHk->BSHk", c_BSC, k_b_CHk, precision=precision)
+    shared_BSHr = jnp.broadcast_to(shared_BSr[:, :, None], (*k_BSHk.shape[:3], shared_BSr.shape[2]))
+    k_BSHq = jnp.concatenate([k_BSHk, shared_BSHr], axis=-1)
+    return k_BSHq, jnp.einsum("BSC,CHv->BSHv", c_BSC, v_b_CHv, precision=precision)
 
 
 def _write(latent_BSM, new_BTM, slots_BT):

@@ -1,27 +1,63 @@
 """Stable LatentMoE: a float32 router over full-width tokens, experts in a narrower latent."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from k3_jax.axes import einsum, normal, ones, read, weight, zeros
-from k3_jax.config import ModelConfig
+from k3_jax.config import ModelConfig, MoeConfig
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import Rows
-from pallas_kernels.experts import grouped_matmul
+from pallas_kernels.experts import (
+    grouped_glu_mxfp4,
+    grouped_matmul,
+    grouped_matmul_mxfp4,
+)
 from pallas_kernels.situ import situ_glu
 from pallas_kernels.top_k import top_k
-from sharding import on_shards
+from sharding import ROUTED, TOKENS, act_spec, on_shards, present
+from sharding.balance import plan, prefetch
+from sharding.exchange import exchange, gather_counts, routes
 
 F32 = jnp.float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Routing:
+    """The experts chosen for each token, and how many copies of tokens a full device turned away.
+
+    Without `moe.capacity` that is 0.
+    """
+
+    experts_BTA: jax.Array
+    n_dropped: jax.Array
+
+
+class Packed(nnx.Module):
+    """MXFP4 weights of experts in the order of their kernel (`pallas_kernels.experts`)."""
+
+    def __init__(self, rngs: nnx.Rngs, letters: str, dims: dict):
+        _, inputs, _ = letters
+        for name, per in (("packed", 2), ("scales", 32)):
+            sizes = dims | {inputs: dims[inputs] // per}
+            setattr(self, name, weight(rngs, letters, sizes, jnp.uint8, zeros))
+
+
+def packed(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init) -> Packed:
+    """Packed zeros in place of `weight`: they are loaded, not trained from a start."""
+    return Packed(rngs, letters, dims)
 
 
 class Moe(nnx.Module):
     """y = W_up norm(sum_a w_a expert_a(W_down x)) + shared(x). Report Eq. 11 and 13.
 
     The experts are the top `n_active` of sigmoid(W_r x) + bias; the weights are the sigmoids
-    without the bias, normalised over the chosen. No token is dropped.
+    without the bias, normalised over the chosen. No token is dropped unless `moe.capacity` says so.
     """
 
     def __init__(self, c: ModelConfig, *, rngs: nnx.Rngs):
@@ -37,36 +73,41 @@ class Moe(nnx.Module):
         self.router_bias_E = weight(rngs, "E", dims, F32, zeros)
         self.down_DL, self.up_LD = matrix("DL"), matrix("LD")
         self.latent_norm_L = weight(rngs, "L", dims, c.param_dtype, ones)
-        self.gate_ELF, self.expert_up_ELF = matrix("ELF"), matrix("ELF")
-        self.expert_down_EFL = matrix("EFL")
+        made = packed if m.packed else weight
+        experts = (dims, c.param_dtype, normal(c.init_std))
+        self.gate_ELF, self.expert_up_ELF = (made(rngs, "ELF", *experts) for _ in range(2))
+        self.expert_down_EFL = made(rngs, "EFL", *experts)
         self.shared = Mlp(c, m.n_shared * m.expert_width, rngs=rngs)
 
     def __call__(self, x_BTD, rows: Rows, forced_BTA=None):
-        """x_BTD -> y_BTD and the chosen experts [B, T, A]; `forced_BTA` replaces the choice."""
+        """x_BTD -> y_BTD and its Routing; `forced_BTA` replaces the choice."""
         scores_BTE = jax.nn.sigmoid(einsum("BTD,DE->BTE", x_BTD.astype(F32), self.router_DE))
         if forced_BTA is None:
             choose = on_shards(self._choose, "BTE,E -> BTA")
             forced_BTA = choose(jax.lax.stop_gradient(scores_BTE), read(self.router_bias_E))
         latent_BTL = einsum("BTD,DL->BTL", x_BTD, self.down_DL)
-        mixed_BTL = on_shards(self._experts, "BTL,BTE,BTA,BT,ELF,ELF,EFL -> BTL")(
-            latent_BTL,
-            scores_BTE,
-            forced_BTA,
-            rows.segments_BT,
-            read(self.gate_ELF, x_BTD.dtype),
-            read(self.expert_up_ELF, x_BTD.dtype),
-            read(self.expert_down_EFL, x_BTD.dtype),
+        tokens = latent_BTL, scores_BTE, forced_BTA, rows.segments_BT
+        weights = jax.tree.leaves((self.gate_ELF, self.expert_up_ELF, self.expert_down_EFL))
+        if not self.config.moe.packed:
+            weights = [w.astype(x_BTD.dtype) for w in weights]
+        signature = "BTL,BT.,BTA,BT" + ",*ELF" * len(weights) + " -> BTL,"
+        mixed_BTL, n_dropped = on_shards(self._experts, signature, ROUTED)(
+            *(jax.reshard(x, act_spec("BT.", ROUTED)) for x in tokens[:3]),
+            jax.reshard(tokens[3], act_spec("BT", ROUTED)),
+            *weights,
         )
+        mixed_BTL = jax.reshard(mixed_BTL, act_spec("BT."))
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)
-        return einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD), forced_BTA
+        y_BTD = einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD)
+        return y_BTD, Routing(forced_BTA, n_dropped)
 
     def _choose(self, scores_BTE, bias_E):
         B, T, E = scores_BTE.shape
         chosen_nA = top_k(scores_BTE.reshape(B * T, E), self.config.moe.n_active, bias_E=bias_E)
         return chosen_nA.reshape(B, T, -1)
 
-    def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, gate_ELF, up_ELF, down_EFL):
-        """The weighted sum of each token's experts on one device's rows."""
+    def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, *weights):
+        """The weighted sum of each token's experts, for one device's rows; and what was dropped."""
         c, E = self.config, self.config.moe.n_experts
         B, T, A = chosen_BTA.shape
         weights_BTA = jnp.take_along_axis(scores_BTE, chosen_BTA, axis=-1)
@@ -78,15 +119,53 @@ class Moe(nnx.Module):
         sizes_E = jnp.bincount(expert_n, length=E + 1)[:E]
 
         x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_n.reshape(B * T, A))
-        gate_nF, up_nF = (
-            grouped_matmul(x_nL, gate_ELF, sizes_E),
-            grouped_matmul(x_nL, up_ELF, sizes_E),
-        )
-        hidden_nF = situ_glu(gate_nF, up_nF, c.situ_beta, c.situ_linear_beta)
-        y_nL = grouped_matmul(hidden_nF, down_EFL, sizes_E)
+        y_nL, n_dropped = self._at_home(x_nL, sizes_E, weights)
         y_BTAL = permute(y_nL, place_n, order_n).reshape(B, T, A, -1)
         mixed_BTL = jnp.einsum("BTAL,BTA->BTL", y_BTAL.astype(F32), weights_BTA)
-        return mixed_BTL.astype(latent_BTL.dtype)
+        return mixed_BTL.astype(latent_BTL.dtype), n_dropped
+
+    def _at_home(self, x_nL, sizes_E, weights):
+        """Rows sorted by expert, each through its expert on the device where that lives."""
+        axes = present(ROUTED["E"])
+        if not axes:
+            return self._apply(x_nL, sizes_E, *weights), jnp.zeros((), jnp.int32)
+        n, counts_RE = len(x_nL), gather_counts(sizes_E, axes)
+        bound = row_bound(n, len(counts_RE), self.config.moe)
+        if self.config.moe.exchange == "balanced":
+            there, sizes_P, copies, _ = plan(counts_RE, axes, bound)
+            weights = [jnp.concatenate([w, prefetch(w, copies, axes)]) for w in weights]
+            n_dropped = jnp.zeros_like(sizes_P[0])
+        else:
+            there, n_dropped = routes(counts_RE, bound, axes)
+            sizes_P = there.got_RP.sum(0)
+        y_mL = self._apply(exchange(x_nL, there, bound, axes), sizes_P, *weights)
+        y_nL = exchange(y_mL, there.back(), n, axes)
+        return y_nL, jax.lax.psum(n_dropped, present((*TOKENS, "tensor")))
+
+    def _apply(self, x_nL, sizes_E, *weights):
+        c = self.config
+        beta = dict(beta=c.situ_beta, linear_beta=c.situ_linear_beta)
+        if c.moe.packed:
+            gate, up, down = weights[:2], weights[2:4], weights[4:]
+            hidden_nF = grouped_glu_mxfp4(x_nL, gate, up, sizes_E, **beta)
+            return grouped_matmul_mxfp4(hidden_nF, *down, sizes_E)
+        gate_ELF, up_ELF, down_EFL = weights
+        gate_nF, up_nF = (grouped_matmul(x_nL, w, sizes_E) for w in (gate_ELF, up_ELF))
+        return grouped_matmul(
+            situ_glu(gate_nF, up_nF, c.situ_beta, c.situ_linear_beta), down_EFL, sizes_E
+        )
+
+
+def row_bound(n_rows: int, n_ranks: int, c: MoeConfig) -> int:
+    """Rows that a device's experts may get, where each of `n_ranks` sends `n_rows`.
+
+    With no capacity, as many as there can be: all, or where a device has fewer experts than a token
+    chooses, that many copies of each token. Else `capacity` times its fair share.
+    """
+    if c.capacity:
+        return math.ceil(c.capacity * n_rows)
+    copies = min(c.n_active, c.n_experts // n_ranks)
+    return n_ranks * (n_rows // c.n_active) * copies
 
 
 @jax.custom_vjp

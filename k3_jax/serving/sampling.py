@@ -81,7 +81,7 @@ class Drawn(NamedTuple):
 
 def draw_tokens(logits_BV, draw: Draw) -> Drawn:
     """Greedy where the temperature is 0, else by Gumbel noise: argmax(logits / temperature + G)."""
-    return Drawn(*on_shards(_draw, "BV" + ",B" * len(draw) + " -> B,B,B")(logits_BV, *draw))
+    return Drawn(*on_shards(_draw, "B." + ",B" * len(draw) + " -> B,B,B")(logits_BV, *draw))
 
 
 def _draw(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, request_B, number_B):

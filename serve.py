@@ -36,6 +36,7 @@ DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float32"), "of weig
 TOKENIZER = flags.DEFINE_string("tokenizer", None, '"bytes" or a path; else the checkpoint\'s own')
 BATCH = flags.DEFINE_integer("batch", 8, "rows at a time on each device", lower_bound=1)
 MAX_LENGTH = flags.DEFINE_integer("max_length", 32768, "most tokens of a prompt and its answer")
+EXPERTS = flags.DEFINE_enum("experts", "widened", ("widened", "packed"), "packed: stay MXFP4")
 LOGPROBS = flags.DEFINE_bool("logprobs", False, "write each answer token's log-probability")
 FULL_LOGITS = flags.DEFINE_bool("full_logits", False, "score: whole rows to OUTPUT.logits/*.npz")
 SETTINGS = {
@@ -62,7 +63,7 @@ def main(argv):
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
     # Prompts, and which of them have their line already.
-    checkpoint = open_checkpoint(CHECKPOINT.value, DTYPE.value)
+    checkpoint = open_checkpoint(CHECKPOINT.value, DTYPE.value, EXPERTS.value == "packed")
     spec = TOKENIZER.value or checkpoint.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
     reader = Reader(tokenizer, checkpoint.config.vocab_size, checkpoint.eos_ids, settings)

@@ -25,6 +25,7 @@ setup(
         "pyarrow",
         "rich",
         "safetensors>=0.5",
+        "tensorstore>=0.1.80",
         "tensorboardX",
         "tiktoken",
         "tokenizers",
@@ -33,6 +34,6 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         "serve": ["starlette", "uvicorn"],
-        "test": ["hypothesis", "pytest", "pytest-xdist", "ruff"],
+        "test": ["fsspec", "hypothesis", "pytest", "pytest-xdist", "ruff"],
     },
 )

@@ -1,4 +1,4 @@
-"""Reading the released `config.json`."""
+"""The released `config.json`: reading it, and writing one for a trained model."""
 
 import json
 
@@ -34,6 +34,39 @@ OPTIONAL = ("routed_scaling_factor", "num_key_value_heads", "use_grouped_topk", 
 KDA_SIZES = (
     "head_dim num_heads short_conv_kernel_size gate_lower_bound full_attn_layers kda_layers".split()
 )
+# How compressed-tensors, which the GPU engines read, names packed experts. k3-facts 1.2.
+_WEIGHTS = dict(
+    num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, dynamic=False,
+    observer="minmax", observer_kwargs={}, scale_dtype="torch.uint8", actorder=None,
+    block_structure=None, zp_dtype=None,
+)  # fmt: skip
+_PACKED = "mxfp4-pack-quantized"
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": _PACKED,
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "global_compression_ratio": None,
+    "config_groups": {
+        "group_0": {
+            "format": _PACKED,
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": _WEIGHTS,
+        }
+    },
+    # The release's patterns, and one for the latent projections, which match none of them.
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+        "re:.*routed_expert_(down|up)_proj.*",
+    ],
+}
 # Read by the tokenizer, the packing or nobody: no bearing on the network.
 OTHER = (
     "model_type architectures auto_map dtype torch_dtype transformers_version quantization_config "
@@ -107,6 +140,66 @@ def from_hf(path, **overrides) -> ModelConfig:
         init_std=text.get("initializer_range", 0.02),
         **overrides,
     )
+
+
+def to_hf(c: ModelConfig, packed: bool, old: dict | None = None) -> dict:
+    """The inverse of `from_hf`: what the GPU engines read.
+
+    packed: whether routed experts are MXFP4; the section about it is there exactly then.
+    old: the file that the checkpoint came with; all that is no size of the network stays.
+    """
+    whole = dict(old) if old else _frame(c)
+    text = dict(whole.get("text_config", whole)) | _sizes(c)
+    for section in (whole, text):
+        section.pop("quantization_config", None)
+    if packed:
+        text["quantization_config"] = QUANTIZATION
+    return whole | {"text_config": text} if "text_config" in whole else text
+
+
+def _frame(c: ModelConfig) -> dict:
+    text = {key: allowed[0] for key, allowed in FIXED.items()}
+    text |= {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+    return text | {"dtype": c.param_dtype, "use_grouped_topk": True, "use_cache": True}
+
+
+def _sizes(c: ModelConfig) -> dict:
+    mla = [i + 1 for i in sorted(c.mla_layers)]
+    linear = {
+        "num_heads": c.kda.n_heads,
+        "head_dim": c.kda.head_dim,
+        "short_conv_kernel_size": c.kda.conv_width,
+        "gate_lower_bound": c.kda.gate_lower_bound,
+        "use_full_rank_gate": True,
+        "full_attn_layers": mla,
+        "kda_layers": [i for i in range(1, c.n_layers + 1) if i not in mla],
+    }
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.mla.n_heads,
+        "num_key_value_heads": c.mla.n_heads,
+        "intermediate_size": c.dense_width,
+        "first_k_dense_replace": c.n_dense,
+        "q_lora_rank": c.mla.query_latent,
+        "kv_lora_rank": c.mla.kv_latent,
+        "qk_nope_head_dim": c.mla.key_dim,
+        "qk_rope_head_dim": c.mla.shared_key_dim,
+        "v_head_dim": c.mla.value_dim,
+        "num_experts": c.moe.n_experts,
+        "num_experts_per_token": c.moe.n_active,
+        "num_shared_experts": c.moe.n_shared,
+        "moe_intermediate_size": c.moe.expert_width,
+        "routed_expert_hidden_size": c.moe.latent_width,
+        "routed_scaling_factor": c.moe.routed_scale,
+        "attn_res_block_size": c.block_layers,
+        "rms_norm_eps": c.norm_eps,
+        "activation_situ_beta": c.situ_beta,
+        "activation_situ_linear_beta": c.situ_linear_beta,
+        "initializer_range": c.init_std,
+        "linear_attn_config": linear,
+    }
 
 
 def _problems(section, fixed, sizes, free, where):

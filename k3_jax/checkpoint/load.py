@@ -2,21 +2,29 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from k3_jax.checkpoint import hf, manifest
+from k3_jax.checkpoint.arrays import StoredArrays
 from k3_jax.checkpoint.hf_config import from_hf
 from k3_jax.checkpoint.safetensors import read_index
 from k3_jax.checkpoint.store import CheckpointError, Store
+from k3_jax.checkpoint.to_orbax import FILES, SOURCE, STATE
 from k3_jax.checkpoint.tree import placed
 from k3_jax.config import ModelConfig, from_dict
 from k3_jax.model import K3
+from k3_jax.quant import mxfp4
+from k3_jax.quant.mxfp4 import Mxfp4
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
+from pallas_kernels.experts import from_released
 
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer.json")
 
@@ -37,11 +45,12 @@ class Opened(NamedTuple):
     load: Callable[[], K3]
 
 
-def open_checkpoint(path: str, dtype: str) -> Opened:
+def open_checkpoint(path: str, dtype: str, is_packed: bool = False) -> Opened:
     """The checkpoint in `path`: a training run, its checkpoints, one step, or a released one.
 
-    `dtype` is what weights are kept in and matrix products use; what the release keeps in float32
-    stays float32. Raises FileNotFoundError, ValueError or CheckpointError that say what is wrong.
+    is_packed: experts stay MXFP4 in memory, which a converted checkpoint allows. `dtype` is what
+    other weights are kept in and matrix products use; what the release keeps in float32 stays
+    float32. Raises FileNotFoundError, ValueError or CheckpointError that say what is wrong.
     """
     directory = epath.Path(path)
     if not directory.exists():
@@ -50,11 +59,16 @@ def open_checkpoint(path: str, dtype: str) -> Opened:
         raise NotADirectoryError(f"checkpoint {path} is a file; give the directory that holds it")
     precision = dict(dtype=dtype, param_dtype=dtype, remat="none")
     if (directory / manifest.NAME).exists() and directory.name.isdigit():
-        return _open_ours(directory.parent, int(directory.name), precision)
+        return _open_ours(directory.parent, int(directory.name), precision, is_packed)
     for place in (directory / "checkpoints", directory):
         if manifest.numbered(place):
-            return _open_ours(place, None, precision)
+            return _open_ours(place, None, precision, is_packed)
     if (directory / "config.json").exists():
+        if is_packed:
+            raise ValueError(
+                f"{path} is in the released format, whose experts are widened when they are read: "
+                "convert it first (python -m k3_jax.checkpoint.convert hf-to-orbax SRC DST)"
+            )
         return _open_released(directory, precision)
     raise FileNotFoundError(
         f"checkpoint {path}: neither numbered steps of a training run (in it or in its "
@@ -62,31 +76,133 @@ def open_checkpoint(path: str, dtype: str) -> Opened:
     )
 
 
-def _open_ours(directory: epath.Path, step: int | None, precision: dict) -> Opened:
+def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_packed: bool) -> Opened:
     store = Store(directory)
     meta = store.read_meta(step)
     step = store.steps()[-1] if step is None else step
+    path = store.directory / str(step)
     try:
         sizes, tokenizer = meta["config"]["model"], meta["config"]["data"]["tokenizer"]
     except KeyError:
-        raise CheckpointError(f"{directory}/{step} does not say which model it holds") from None
+        raise CheckpointError(f"{path} does not say which model it holds") from None
     config = dataclasses.replace(from_dict(ModelConfig, sizes, "config.model"), **precision)
+    # A converted checkpoint brings the files that the released one had.
+    files = path / SOURCE / FILES
+    tokenizer = _tokenizer_in(files) or tokenizer or None
+
+    moe = dataclasses.replace(config.moe, packed=is_packed)
+    kept = dataclasses.replace(config, moe=moe)
 
     def load():
-        model = _abstract(config)
-        target = {"model": nest(named_leaves(model))}
-        # Float32 masters narrow here when bfloat16 is what was asked for.
+        targets = named_leaves(_abstract(config))
         with store:
-            found = store.restore(target, step, only=("model",), cast=True)
-        return with_leaves(model, flatten(found.state["model"]))
+            leaves = read_leaves(store, step, targets)
+        for name, leaf in list(leaves.items()):
+            is_mxfp4 = isinstance(leaf, Mxfp4)
+            if is_packed and is_mxfp4:
+                leaves |= for_kernel(name, leaves.pop(name))
+            elif is_packed and name.endswith(tuple(leaf for leaf, _ in hf.EXPERT.values())):
+                raise ValueError(f"{path}: {name} is {leaf.dtype}, not packed")
+            elif is_mxfp4:
+                leaves[name] = widened(name, leaf, targets[name])
+        model = _abstract(kept)
+        targets = named_leaves(model)
+        leaves = {n: jax.device_put(leaves.pop(n), placed(t).sharding) for n, t in targets.items()}
+        return with_leaves(model, leaves)
 
-    return Opened(config, f"{store.directory}/{step}", tokenizer, frozenset(), load)
+    return Opened(kept, str(path), tokenizer, eos_ids(files), load)
+
+
+def read_leaves(store: Store, step: int, targets: dict) -> dict[str, jax.Array | Mxfp4]:
+    """The model's parameters by name, experts that are stored packed as `Mxfp4`.
+
+    targets: shapes, dtypes and shardings of the leaves as if none was packed. Codes and scales are
+    split as the leaf is, and each host reads its own part alone. Other values are converted to
+    the dtype asked for: float32 masters narrow where bfloat16 is what was asked for.
+    """
+    stored = StoredArrays(store.directory / str(step) / STATE).info("model")
+    wanted = {}
+    for name, leaf in targets.items():
+        if f"{name}/packed" in stored:
+            sharding = _packed_sharding(name, leaf, stored[f"{name}/scales"].shape)
+            for part in ("packed", "scales"):
+                info = stored[f"{name}/{part}"]
+                wanted[f"{name}/{part}"] = jax.ShapeDtypeStruct(*info[::-1], sharding=sharding)
+        else:
+            wanted[name] = leaf
+    found = flatten(store.restore({"model": nest(wanted)}, step, only=("model",), cast=True).state)
+    found = {name.removeprefix("model/"): x for name, x in found.items()}
+    return {
+        name: found[name]
+        if name in found
+        else Mxfp4(found.pop(f"{name}/packed"), found.pop(f"{name}/scales"))
+        for name in targets
+    }
+
+
+def widened(name: str, weight: Mxfp4, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Packed experts as the leaf `name`, in its order, dtype and sharding. Exact."""
+    if n := int((weight.scales == 255).sum()):
+        raise ValueError(f"{name}: {n} scale bytes are 255, which is NaN in E8M0")
+    released = weight.packed.sharding
+
+    def local(packed, scales):
+        values = mxfp4.unpack(packed, scales, target.dtype)
+        return jnp.swapaxes(values, -1, -2) if _is_turned(name) else values
+
+    out = _turned(released.spec) if _is_turned(name) else released.spec
+    widen = jax.shard_map(local, mesh=released.mesh, in_specs=(released.spec,) * 2, out_specs=out)
+    return jax.device_put(jax.jit(widen)(weight.packed, weight.scales), placed(target).sharding)
+
+
+def for_kernel(name: str, weight: Mxfp4) -> dict[str, jax.Array]:
+    """Packed experts as the parameters of `layers.moe.Packed`: the same bits in another order."""
+    released = weight.packed.sharding
+
+    def local(packed, scales):
+        *lead, E, F, half = packed.shape
+        flat = packed.reshape(-1, F, half), scales.reshape(-1, F, scales.shape[-1])
+        return tuple(x.reshape(*lead, E, *x.shape[1:]) for x in from_released(*flat))
+
+    # The halves of a column share bytes: the packed axis has to be whole.
+    spec = PartitionSpec(*released.spec[:-1], None)
+    order = jax.shard_map(
+        local, mesh=released.mesh, in_specs=(spec,) * 2, out_specs=(_turned(spec),) * 2
+    )
+    whole = NamedSharding(released.mesh, spec)
+    parts = jax.jit(order)(*jax.device_put((weight.packed, weight.scales), whole))
+    return dict(zip((f"{name}/packed", f"{name}/scales"), parts, strict=True))
+
+
+def _is_turned(name: str) -> bool:
+    """Whether the leaf's last two axes are the released ones in the other order."""
+    dims = next(d for leaf, d in hf.EXPERT.values() if name.endswith(leaf))
+    return not name.endswith(dims.replace(" ", ""))
+
+
+def _turned(spec) -> PartitionSpec:
+    *lead, a, b = spec
+    return PartitionSpec(*lead, b, a)
+
+
+def _packed_sharding(name: str, leaf, scales: tuple[int, ...]) -> NamedSharding:
+    """How codes and scales are split. Along the packed axis only where no block would be."""
+    sharding = placed(leaf).sharding
+    spec = PartitionSpec(*sharding.spec, *(None,) * (len(leaf.shape) - len(sharding.spec)))
+    spec = _turned(spec) if _is_turned(name) else spec
+    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
+    if scales[-1] % math.prod(sharding.mesh.shape[a] for a in axes):
+        spec = PartitionSpec(*spec[:-1], None)
+    return NamedSharding(sharding.mesh, spec)
+
+
+def _tokenizer_in(directory: epath.Path) -> str | None:
+    return str(directory) if any((directory / n).exists() for n in TOKENIZER_FILES) else None
 
 
 def _open_released(directory: epath.Path, precision: dict) -> Opened:
     config = from_hf(directory / "config.json", **precision)
-    has_tokenizer = any((directory / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = str(directory) if has_tokenizer else None
+    tokenizer = _tokenizer_in(directory)
     # A cut file or a missing one is told before the weights are read.
     read_index(directory)
 

@@ -9,6 +9,7 @@ flipped bit in the numbers is not, and is left to the checksums of disks and obj
 """
 
 import json
+import os
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from etils import epath
 NAME = "manifest.json"
 VERSION = 1
 SMALL_BYTES = 1 << 20  # files up to here are checked by content: markers, metadata, loader states
-THREADS = 32  # an object store answers one question per round trip
+THREADS, LOCAL_THREADS = 32, 4  # an object store answers one question per round trip
 UNFINISHED = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 STEP = re.compile(rf"(0|[1-9]\d*)(?:{re.escape(UNFINISHED)})?")
@@ -36,8 +37,9 @@ def numbered(directory: epath.Path) -> list[tuple[int, epath.Path]]:
 
 def write(path: epath.Path, meta: dict[str, Any]) -> None:
     """Makes the step in `path` whole. Nothing in it may change afterwards."""
-    content = {"version": VERSION, "meta": meta, "files": _fingerprints(path)}
     draft = path / f"{NAME}.draft"
+    draft.unlink(missing_ok=True)  # of a process that was killed right here
+    content = {"version": VERSION, "meta": meta, "files": _fingerprints(path)}
     draft.write_text(json.dumps(content, indent=1))
     draft.rename(path / NAME)
 
@@ -77,12 +79,13 @@ def _fingerprints(root: epath.Path) -> dict[str, list[int | None]]:
     while folders:
         for entry in folders.pop().iterdir():
             (folders if entry.is_dir() else files).append(entry)
+    files.sort()
 
     def fingerprint(file: epath.Path) -> list[int | None]:
         size = file.stat().length
         return [size, zlib.crc32(file.read_bytes()) if size <= SMALL_BYTES else None]
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS if "://" in os.fspath(root) else LOCAL_THREADS) as pool:
         return {
             str(f.relative_to(root)): p
             for f, p in zip(files, pool.map(fingerprint, files), strict=True)

@@ -30,6 +30,11 @@ CHUNK_BYTES = 256 << 20  # largest piece that a reader must hold to get at any p
 # Status words by which TensorStore says that stored bytes are not what was written.
 DAMAGE = re.compile("DATA_LOSS|OUT_OF_RANGE|NOT_FOUND")
 NO_STEP, FAILED = -1, -2
+# Orbax looks for a database, and a conversion writes a folder per array. The manifest tells what is
+# whole, so its warning that a checkpoint may be malformed would only alarm.
+logging.get_absl_logger().addFilter(
+    lambda record: "TensorStore data files not found" not in str(record.msg)
+)
 _barriers = itertools.count()  # equal in every process, since saves are made in the same order
 
 

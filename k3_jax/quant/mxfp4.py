@@ -4,28 +4,88 @@ A byte holds two values along the last axis, the even one in the low nibble. A s
 2^(e - 127); 255 is NaN. Widening is exact in bfloat16 and float32.
 """
 
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 BLOCK = 32
-# The eight magnitudes of E2M1; bit 3 of a code is the sign, so code 8 is -0.
-MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-CODES = np.concatenate([MAGNITUDES, -MAGNITUDES])
 
 
-def unpack(packed: np.ndarray, scales: np.ndarray, dtype=np.float32) -> np.ndarray:
-    """uint8 [..., n/2] and uint8 [..., n/32] -> [..., n]. Raises ValueError on a NaN scale."""
-    if packed.shape[-1] * 2 != scales.shape[-1] * BLOCK:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mxfp4:
+    """A weight as it is stored: `packed` uint8 [..., n/2] and `scales` uint8 [..., n/32].
+
+    Both numpy or both jax arrays. Checkpoints store it as a folder of these two names.
+    """
+
+    packed: np.ndarray | jax.Array
+    scales: np.ndarray | jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers that it holds."""
+        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+
+
+def unpack(packed, scales, dtype=np.float32):
+    """uint8 [..., n/2] and uint8 [..., n/32] -> [..., n] of numpy, or of jax where they are.
+
+    Raises ValueError on a NaN scale; under jit, where bytes are not known, it becomes infinity.
+    """
+    check_shapes(packed.shape, scales.shape)
+    is_jax = isinstance(packed, jax.Array)
+    if not isinstance(scales, jax.core.Tracer) and (n := int((scales == 255).sum())):
+        raise ValueError(f"{n} scale bytes are 255, which is NaN in E8M0")
+    blocks = packed.reshape(*scales.shape, BLOCK // 2)
+    if is_jax:
+        codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
+        bits = bfloat16_bits(jnp, codes, scales[..., None, None].astype(jnp.int16))
+        bits = bits.reshape(*packed.shape[:-1], -1)
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+    pairs = _pairs()[scales[..., None].astype(np.uint16) << 8 | blocks]
+    values = pairs.view(np.dtype("bfloat16")).reshape(*packed.shape[:-1], -1)
+    return values.astype(dtype, copy=False)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """For each scale and each byte the two bfloat16 numbers, as one uint32."""
+    byte = np.arange(256, dtype=np.uint8)
+    codes = np.stack([byte & 15, byte >> 4], axis=-1)
+    bits = bfloat16_bits(np, codes, np.arange(256, dtype=np.int16)[:, None, None])
+    return bits.view(np.uint32).ravel()
+
+
+def bfloat16_bits(xp, codes, exponents):
+    """uint16 bits of code * 2^(exponent - 127), by integers alone.
+
+    Vector units flush subnormal floats to zero; integers keep them.
+    """
+    magnitude = codes & 7
+    # Of 1.m * 2^x: x grows from -1 (0.5) every second code from 1 (code 2) on; code 1 has m = 0.
+    field = exponents + (magnitude >> 1).astype(xp.int16) - (magnitude != 0) * xp.int16(1)
+    field = xp.where(magnitude == 1, exponents - xp.int16(1), field)
+    half = (magnitude & 1) & (magnitude > 1)
+    fraction = xp.uint16(0x80) | half.astype(xp.uint16) << xp.uint16(6)
+    normal = (field.astype(xp.uint16) << xp.uint16(7)) + (fraction & xp.uint16(0x7F))
+    small = fraction >> xp.clip(1 - field, 0, 15).astype(xp.uint16)
+    bits = xp.where(field > 0, xp.where(field > 254, xp.uint16(0x7F80), normal), small)
+    bits = xp.where(magnitude == 0, xp.uint16(0), bits)
+    return bits | (codes >> 3).astype(xp.uint16) << xp.uint16(15)
+
+
+def check_shapes(packed: tuple[int, ...], scales: tuple[int, ...]):
+    """Raises ValueError unless these are the shapes of one weight."""
+    if packed[-1] * 2 != scales[-1] * BLOCK or packed[:-1] != scales[:-1]:
         raise ValueError(
-            f"packed {packed.shape} and scales {scales.shape} do not belong together: "
-            f"{packed.shape[-1] * 2} values are not {scales.shape[-1]} blocks of {BLOCK}"
+            f"packed {packed} and scales {scales} do not belong together: "
+            f"{packed[-1] * 2} values are not {scales[-1]} blocks of {BLOCK}"
         )
-    if np.any(scales == 255):
-        raise ValueError(f"{np.sum(scales == 255)} scale bytes are 255, which is NaN in E8M0")
-    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, BLOCK)
-    # ldexp on float32 keeps subnormal results, which a product with 2^(e-127) could flush.
-    values = np.ldexp(CODES[nibbles], scales[..., None].astype(np.int32) - 127)
-    return values.reshape(*packed.shape[:-1], -1).astype(dtype)
 
 
 def pack(values: np.ndarray, rule: str = "floor") -> tuple[np.ndarray, np.ndarray]:

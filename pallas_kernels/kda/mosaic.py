@@ -192,9 +192,9 @@ def _call(kernel, name, named, out, plan, sizes, reverse, interpret):
 
 VMEM_LIMIT = 60 << 20
 # By the chip's generation: v5p, v6e, tpu7x.
-FORWARD = {5: Plan(6, 8, 3, 2), 6: Plan(6, 4, 6, 3), 7: Plan(12, 4, 4, 3, "shared")}
+FORWARD = {5: Plan(6, 8, 3, 2, fold=1), 6: Plan(6, 4, 6, 3), 7: Plan(12, 4, 4, 3, "shared")}
 BACKWARD = {
-    5: Plan(6, 2, 3, 2, "late"),
+    5: Plan(6, 2, 6, 2, "late", fold=1),
     6: Plan(6, 2, 6, 2, "late"),
     7: Plan(12, 1, 6, 2, "late"),
 }
@@ -219,10 +219,9 @@ def plan_for(T, H, K, V, itemsize, backward, chip):
     The walks are found by trial, for the order of writing leads the compiler's scheduler: several
     heads hide each other's waits for a product, and many chunks the start and end of a step, until
     what does not fit in registers goes to VMEM and back too often. Modelled in cycles per chunk and
-    head: v6e forward 503 (6 heads x 4 chunks; shared roots 579) and backward 1284 (6 x 2; early
-    roots 1341); tpu7x forward 504 (12 x 4 in groups of 4; 537 without shared roots, 6 x 4 627) and
-    backward 1369 (12 x 1; early roots 1430, 12 x 2 1431, 6 x 2 1445); v5p forward 658 (6 x 8; 6 x 4
-    715) and backward 1735 (groups of 3; of 6 1859, early 1805). Heads must divide H,
+    head: v6e forward 491 (6 heads x 4 chunks) and backward 1177 (6 x 2); tpu7x forward 500 (12 x 4
+    in groups of 4) and backward 1293 (12 x 1); v5p forward 584 (6 x 8; folded 751) and backward
+    1724 (6 x 2; groups of 3 1903, of 2 1799; early roots in groups of 3 1834). Heads must divide H,
     chunks add at most an eighth to the tokens, and all fit VMEM, so that fewer may be taken.
     """
     budget = min(chip.vmem_capacity_bytes, VMEM_LIMIT) * 2 // 3

@@ -59,6 +59,11 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
             s * chunk.column(f.keep) + chunk.t_dot(f.read, e)
             for s, f, e in zip(dafters, fronts, seens, strict=True)
         ]
+        # The states' own part in the whole decays' gradients: here, where both are at hand still.
+        kept = [
+            f.keep * chunk.row(jnp.sum(s.astype(F32) * d, 1, keepdims=True))
+            for f, s, d in zip(fronts, states, dafters, strict=True)
+        ]
         for h, s, dr in zip(heads, before, drs, strict=True):
             dstate_ref[0, h] = s
             dv_ref[0, rows, lanes(dv_ref, h, plan.heads)] = (-dr).astype(dv_ref.dtype)
@@ -70,11 +75,9 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
         grads, dsums, dlasts = [], [], []
         for i, (f, back) in enumerate(zip(fronts, backs, strict=True)):
             tiles, dsum, dlast = chunk.front_grad(f, back, tokens[i], totals[i], m)
-            kept = jnp.sum(states[i].astype(F32) * dafters[i], 1, keepdims=True)
             grads.append(token_grads(tiles, raw))
             dsums.append(dsum)
-            dlasts.append(dlast + f.keep * chunk.row(kept))
-            yield
+            dlasts.append(dlast + kept[i])
         for h, (dq, dk, dbeta) in zip(heads, grads, strict=True):
             dq_ref[0, rows, lanes(dq_ref, h, plan.heads)] = dq.astype(dq_ref.dtype)
             dk_ref[0, rows, lanes(dk_ref, h, plan.heads)] = dk.astype(dk_ref.dtype)
@@ -97,8 +100,8 @@ def kernel(mask_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, *rest, plan, raw):
 def products(f, m, state, seen, u, dafter):
     """Gradients of a front; `seen` [2C, V] are those of what q and k read, u as in chunk.Front."""
     dpairs = chunk.dot_t(seen, u)
-    dattend = jnp.where(m.pairs > 0, dpairs[:CHUNK], 0).astype(BF16)
-    dlow = jnp.where(m.pairs > 1, dpairs[CHUNK:], 0).astype(BF16)
+    dattend = chunk.unfolded(chunk.kept(dpairs[:CHUNK], m.seen))
+    dlow = chunk.unfolded(chunk.kept(dpairs[CHUNK:], m.sooner))
     dlhs, dcols = [], []
     for t, lhs, cols in zip(TILES, f.lhs, f.cols, strict=True):
         both = jnp.concatenate([dattend[t, : t.stop], dlow[t, : t.stop]], 0)

@@ -44,6 +44,41 @@ def _product(a, b, axis_a, axis_b):
     return jax.lax.dot_general(a.astype(BF16), b.astype(BF16), dims, preferred_element_type=F32)
 
 
+def rounded(strips):
+    """Float32 strips of rows, one below the other, in bfloat16.
+
+    In this order: strips that are rounded before they are joined come in half-filled registers,
+    and a v5p fills one from two of them in five operations instead of one.
+    """
+    return jnp.concatenate(strips, 0).astype(BF16)
+
+
+def folded(x, fold):
+    """x [n, K] float32 as it waits for a product: with `fold` 2 rounded to bfloat16, two rows in
+    one of int32 [n / 2, K]; with 1 as it is.
+
+    To select among folded rows takes half the operations. A v5p makes them in five where others
+    take one, and selects for nothing what goes into a product.
+    """
+    return x if fold == 1 else pltpu.bitcast(x.astype(BF16), jnp.int32)
+
+
+def unfolded(x):
+    """For a product, in bfloat16."""
+    return x.astype(BF16) if x.dtype == F32 else pltpu.bitcast(x, BF16)
+
+
+def kept(x, mask):
+    """x [n, K] float32, folded as `mask` is, and 0 where that has none. From `foldable`."""
+    return jnp.where(mask > 0, x, 0) if mask.dtype == F32 else folded(x, 2) & mask
+
+
+def foldable(mask, fold):
+    """For `kept`: 1 where mask [n, K] is True, or folded and all ones."""
+    ones = folded(mask.astype(F32), fold)
+    return ones if fold == 1 else (ones >> 7 & 0x00010001) * 0xFFFF
+
+
 def iota(shape, axis):
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -69,26 +104,32 @@ def running_sums(x, reverse=False):
 class Masks(NamedTuple):
     """What a chunk's documents allow; the same for all heads.
 
-    `pairs` [C, C] has 2 where token j is at or before i in the same document, less 1 at i = j:
-    queries see pairs > 0, keys pairs > 1. `reach` and `left` [C, 1] are 1 where no document
-    begins between the chunk's start and the token, and between the token and the chunk's end;
-    `keep` [1, 1] where none begins in the chunk; `real` [C, 1] where the token is no pad.
+    `seen` and `sooner` [C, C], for `kept` (folded): whether token j is at or before i in the same
+    document, and whether before it. `near` [16, C] is 1 where `seen` is, of the diagonal blocks.
+    `reach` and `left` [C, 1] are 1 where no document begins between the chunk's start and the
+    token, and between the token and the chunk's end; `keep` [1, 1] where none begins in the chunk;
+    `real` [C, 1] where the token is no pad.
     """
 
-    pairs: jax.Array
+    seen: jax.Array
+    sooner: jax.Array
+    near: jax.Array
     reach: jax.Array
     left: jax.Array
     keep: jax.Array
     real: jax.Array
 
 
-def masks(row_8C):
+def masks(row_8C, fold):
     """From the rows of `mosaic.mask_rows`: document numbers, reach, left, keep, real."""
     columns = jnp.swapaxes(row_8C, 0, 1)
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
     same = columns[:, :1] == row_8C[:1]
-    pairs = jnp.where(same & (j <= i), jnp.where(j < i, 2, 1), 0)
-    return Masks(pairs, columns[:, 1:2], columns[:, 2:3], row_8C[3:4, :1], columns[:, 4:5])
+    seen = same & (j <= i)
+    near = slab([seen[t].astype(F32) for t in TILES])
+    reach, left, real = (columns[:, n : n + 1] for n in (1, 2, 4))
+    seen, sooner = foldable(seen, fold), foldable(same & (j < i), fold)
+    return Masks(seen, sooner, near, reach, left, row_8C[3:4, :1], real)
 
 
 class Tile(NamedTuple):
@@ -162,20 +203,20 @@ def front(tokens, total, m: Masks):
         x, d = tokens(t), decay(n)
         b = x.k * x.minus_beta
         rows_q, rows_k, own = x.q * d.row, x.k * d.row, b * d.col
-        lhs.append(jnp.concatenate([rows_q.astype(BF16), rows_k.astype(BF16)], 0))
-        cols[n].append(own.astype(BF16))
+        lhs.append(rounded([rows_q, rows_k]))
+        cols[n].append(own)
         for later, across in enumerate(d.across, n + 1):
-            cols[later].append((b * across).astype(BF16))
-        read_q.append((rows_q * d.start).astype(BF16))
-        read_k.append((rows_k * d.start).astype(BF16))
-        write.append((own * d.end).astype(BF16))
-    cols = [jnp.concatenate(x, 0) for x in cols]
-    read, write = jnp.concatenate(read_q + read_k, 0), jnp.concatenate(write, 0)
-    return Front(lhs, cols, read, write, keep)
+            cols[later].append(b * across)
+        read_q.append(rows_q * d.start)
+        read_k.append(rows_k * d.start)
+        write.append(own * d.end)
+    cols = [rounded(x) for x in cols]
+    return Front(lhs, cols, rounded(read_q + read_k), rounded(write), keep)
 
 
 def pairs(f: Front, m: Masks):
-    """P (bfloat16) and N (float32), [C, C]: decayed products of queries and of keys with earlier b.
+    """P and N [C, C]: decayed products of queries and of keys with earlier b. P in bfloat16, N
+    folded, and N's 16x16 diagonal blocks in float32, as `slab`.
 
     N has its diagonal too, which the inverse never reads: one mask serves both.
     """
@@ -186,9 +227,17 @@ def pairs(f: Front, m: Masks):
             a = jnp.concatenate([a, jnp.zeros((2 * TILE, CHUNK - cols.shape[0]), F32)], 1)
         rows_q.append(a[:TILE])
         rows_k.append(a[TILE:])
-    seen = m.pairs > 0
-    attend = jnp.where(seen, jnp.concatenate(rows_q, 0), 0).astype(BF16)
-    return attend, jnp.where(seen, jnp.concatenate(rows_k, 0), 0)
+    attend, low = (kept(jnp.concatenate(rows, 0), m.seen) for rows in (rows_q, rows_k))
+    return unfolded(attend), low, jnp.where(m.near > 0, slab(rows_k), 0)
+
+
+def slab(tiles):
+    """The 16x16 diagonal blocks of a matrix [C, C] side by side, [16, C], from its tiles' rows."""
+    block, out = iota((BASE, CHUNK), 1) // BASE, tiles[0][:BASE]
+    for b in range(1, CHUNK // BASE):
+        tile, start = divmod(b * BASE, TILE)
+        out = jnp.where(block == b, tiles[tile][start : start + BASE], out)
+    return out
 
 
 def _diagonals(low, way):
@@ -203,19 +252,16 @@ def _diagonals(low, way):
     return low
 
 
-def base_inverse(lows, scratch):
+def base_inverse(nears, scratch):
     """(I - N)^-1 of the 16x16 diagonal blocks, exactly in float32, [16, 128] per head.
 
     Forward substitution along diagonals on the vector unit: with n_m[j] = N[j + m, j] and
     x_e[j] = X[j + e, j], x_e = sum_(d < e) n_(e-d)[j + d] x_d. Lanes hold the 8 blocks' columns;
-    the heads of `lows` share rows, through `scratch` (a ref [2, heads, 16, 128]).
+    the heads of `nears` share rows, through `scratch` (a ref [2, heads, 16, 128]).
     """
-    n, lane = len(lows), iota((BASE, CHUNK), 1) // BASE
-    for h, low in enumerate(lows):
-        slab = low[:BASE]
-        for b in range(1, CHUNK // BASE):
-            slab = jnp.where(lane == b, low[b * BASE : (b + 1) * BASE], slab)
-        scratch[0, h] = _diagonals(slab, -1)
+    n = len(nears)
+    for h, near in enumerate(nears):
+        scratch[0, h] = _diagonals(near, -1)
     yield
     low_m = [scratch[0, :, m] for m in range(BASE)]
     x = [jnp.ones((n, CHUNK), F32)]
@@ -231,20 +277,25 @@ def base_inverse(lows, scratch):
 
 
 def inverse(lows, bases):
-    """(I - N)^-1, bfloat16 [C, C] per head, from its 16x16 diagonal blocks by block doubling.
+    """(I - N)^-1, bfloat16 [C, C] per head, from N (folded) and its 16x16 diagonal blocks'
+    inverses, by block doubling.
 
     [[T11, 0], [T22 N21 T11, T22]]; only the rows of every second block are streamed, and T22 comes
     through its product with the identity beside N21 T11. Products also fill blocks further left,
-    which the selection drops. Selections are of float32: not every chip has others.
+    which the selection drops. Between products all is folded.
     """
     i, j = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
-    own, eye = i // BASE == j // BASE, (i == j).astype(F32)
-    invs = [
-        jnp.where(own, jnp.concatenate([x] * (CHUNK // BASE), 0), 0).astype(BF16) for x in bases
-    ]
-    size = BASE
-    while size < CHUNK:
-        starts = range(size, CHUNK, 2 * size)
+    height, zero = lows[0].shape[0], jnp.zeros_like(lows[0])
+    fold = CHUNK // height
+    eye, block = folded((i == j).astype(F32), fold), iota((BASE // fold, CHUNK), 1) // BASE
+    invs = []
+    for base in bases:
+        base = folded(base, fold)
+        strips = [jnp.where(block == b, base, 0) for b in range(CHUNK // BASE)]
+        invs.append(jnp.concatenate(strips, 0))
+    i, j, size = i[:height], j[:height], BASE // fold
+    while size < height:
+        starts = range(size, height, 2 * size)
 
         def later(x, starts=starts, size=size):
             return jnp.concatenate([x[s : s + size] for s in starts], 0)
@@ -255,15 +306,15 @@ def inverse(lows, bases):
                 strips += [other[s - size : s], x[n * size : (n + 1) * size]]
             return jnp.concatenate(strips, 0)
 
-        zero, left = jnp.zeros((CHUNK, CHUNK), BF16), later(j) // size == later(i) // size - 1
-        corner = [dot(later(low), x) for low, x in zip(lows, invs, strict=True)]
+        left = later(j) // (fold * size) == later(i) // size - 1
+        corner = [dot(unfolded(later(low)), unfolded(x)) for low, x in zip(lows, invs, strict=True)]
         yield
-        corner = [jnp.where(left, c, later(eye)).astype(BF16) for c in corner]
-        rows = [dot(later(x), spread(c, zero)) for x, c in zip(invs, corner, strict=True)]
+        corner = [spread(jnp.where(left, folded(c, fold), later(eye)), zero) for c in corner]
+        rows = [dot(unfolded(later(x)), unfolded(c)) for x, c in zip(invs, corner, strict=True)]
         yield
-        invs = [spread(r.astype(BF16), x) for r, x in zip(rows, invs, strict=True)]
+        invs = [spread(folded(r, fold), x) for r, x in zip(rows, invs, strict=True)]
         size *= 2
-    return invs
+    return [unfolded(x) for x in invs]
 
 
 def column(x):
@@ -300,17 +351,15 @@ def front_grad(f: Front, b: Back, tokens, total, m: Masks):
         dlhs_q, dlhs_k = b.lhs[n][:TILE], b.lhs[n][TILE:]
         at_k = slice(CHUNK + t.start, CHUNK + t.stop)
         dread_q, dread_k, dwrite = b.read[t], b.read[at_k], b.write[t]
-        dq = d.row * (dlhs_q + d.start * dread_q)
-        dk = d.row * (dlhs_k + d.start * dread_k)
-        db = d.col * (b.cols[n][t] + d.end * dwrite)
-        wrote = f.write[t].astype(F32) * dwrite
-        dsum = f.lhs[n][:TILE].astype(F32) * dlhs_q + f.lhs[n][TILE:].astype(F32) * dlhs_k
-        dsum = dsum + f.read[t].astype(F32) * dread_q + f.read[at_k].astype(F32) * dread_k
-        dsum = dsum - f.cols[n][t].astype(F32) * b.cols[n][t] - wrote
+        dlhs_q, dlhs_k = dlhs_q + d.start * dread_q, dlhs_k + d.start * dread_k
+        lhs_q, lhs_k = f.lhs[n][:TILE].astype(F32), f.lhs[n][TILE:].astype(F32)
+        own, dwrite = f.cols[n][t].astype(F32), d.end * dwrite
+        down = b.cols[n][t] + dwrite
+        db, dsum = d.col * down, lhs_q * dlhs_q + lhs_k * dlhs_k - own * down
         for later, across in enumerate(d.across, n + 1):
             db = db + across * b.cols[later][t]
             dsum = dsum - f.cols[later][t].astype(F32) * b.cols[later][t]
         dsums.append(dsum)
-        last = last + jnp.sum(wrote, 0, keepdims=True)
-        out.append((x, dq, dk, db))
+        last = last + jnp.sum(own * dwrite, 0, keepdims=True)
+        out.append((x, d.row * dlhs_q, d.row * dlhs_k, db))
     return out, jnp.concatenate(dsums, 0), last

@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     """How a kernel walks: `heads` and `chunks` per grid step, written in groups of `group` heads,
     the next group begun `lag` rounds after the one before. `roots` says when the norms of q and k
     are made: "early", a phase before they are used; "shared", early and in one register; "late".
+    `fold` is that of `chunk.folded`.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
     group: int
     lag: int
     roots: str = "early"
+    fold: int = 2
 
 
 def lanes(ref, h, heads):
@@ -155,7 +157,7 @@ def walk(group, chunks, mask_ref, beta_ref, plan, raw):
     work = []
     for c in chunks:
         rows = slice(c * CHUNK, (c + 1) * CHUNK)
-        m, beta = chunk.masks(mask_ref[0, c]), minus_betas(beta_ref, rows, raw)
+        m, beta = chunk.masks(mask_ref[0, c], plan.fold), minus_betas(beta_ref, rows, raw)
         for i, first in enumerate(range(0, plan.heads, plan.group)):
             heads = range(first, first + plan.group)
             slot = c * (plan.heads // plan.group) + i
@@ -184,9 +186,9 @@ def before_the_state(refs, rows, heads, beta, m, scratch, plan, raw):
         fronts.append(chunk.front(x, total, m))
         yield
     both = [chunk.pairs(f, m) for f in fronts]
-    attends, lows = [p for p, _ in both], [low for _, low in both]
+    attends, lows, nears = (list(x) for x in zip(*both, strict=True))
     yield
-    bases = yield from chunk.base_inverse(lows, scratch)
+    bases = yield from chunk.base_inverse(nears, scratch)
     inverses = yield from chunk.inverse(lows, bases)
     return totals, tokens, fronts, attends, inverses
 

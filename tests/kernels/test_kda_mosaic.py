@@ -4,7 +4,8 @@ Products take bfloat16 operands in the interpreter too, so that errors here are 
 unit. A tolerance of 1 % covers them: each operand is rounded by at most 2^-9 = 0.2 %, and two or
 three roundings follow each other (0.2 to 0.5 % is seen). Two gradients have less left: that of beta
 is the part along k of one that has 128 directions, about a tenth of it, and that of a_log is one
-sum over all tokens and channels, of both signs. They get 5 % (up to 3.2 % is seen).
+sum over all tokens and channels, of both signs: where it is less than the norm of its terms, they
+cancel, and its error is compared with that. They get 5 %.
 """
 
 from functools import partial
@@ -47,8 +48,11 @@ def compare(x, segments, tolerance=ROUNDING, run=interpreted, **tolerances):
     got = run(dirty, (poisoned(grads[0], real), grads[1]), segments)
     clean = {n: jnp.where(widened(real, x[n]), x[n], 0) if n in TOKENS else x[n] for n in x}
     want = exact(clean, (jnp.where(widened(real, grads[0]), grads[0], 0), grads[1]), segments)
+    wrong = {name: error(got[name], want[name]) for name in want}
+    terms = want["logit"] * (clean["logit"] + clean["bias"])
+    wrong["a_log"] *= min(1, np.linalg.norm(want["a_log"]) / np.linalg.norm(terms))
     for name in want:
-        assert error(got[name], want[name]) < (WEAK | tolerances).get(name, tolerance), name
+        assert wrong[name] < (WEAK | tolerances).get(name, tolerance), name
     for name in ("o", *TOKENS):
         assert not np.any(np.asarray(got[name], np.float32)[~real]), name
     return got
@@ -113,8 +117,11 @@ def test_float32_inputs_and_a_ragged_length():
 
 
 def test_heads_and_chunks_side_by_side_are_each_alone():
-    """Two rows, four heads in two groups, two chunks a step, T = 300: as one head at a time."""
-    plans = (Plan(4, 2, 2, 2, "shared"), Plan(2, 2, 2, 1, "late"))
+    """Two rows, four heads in two groups, two chunks a step, T = 300: as one head at a time.
+
+    Unfolded masks and inverses are seen here too, as a v5p has them.
+    """
+    plans = (Plan(4, 2, 2, 2, "shared"), Plan(2, 2, 2, 1, "late", fold=1))
     x, segments = projected(300, B=2, H=4), np.repeat([[1, 2], [3, 3]], 150, axis=1)
     run = jax.jit(partial(pulled, partial(gated, plans=plans)))
     compare(x, segments, run=run)

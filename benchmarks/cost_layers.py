@@ -14,15 +14,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import k3_jax.layers.moe
-from benchmarks.tpucost import CHIPS, NoFigure, answer, ask, operations, row, tpu_cost
+from benchmarks.tpucost import CHIPS, NoFigure, answer, ask, row, tpu_cost
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from k3_jax.hlo import operations
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.moe import Moe, permute
@@ -33,7 +33,7 @@ from pallas_kernels.conv import mosaic_kernels as conv_kernels
 from pallas_kernels.conv import short_conv
 from pallas_kernels.mla import absorbed_attention, self_attention
 from pallas_kernels.top_k import top_k as choose
-from sharding import AXES
+from sharding import make_mesh
 
 T, D, H, E, A, L, F = 8192, 7168, 12, 896, 16, 3584, 3072
 LOCAL_EXPERTS, SLOTS = 14, 8192
@@ -90,7 +90,6 @@ def prefill(labels):
 
 def cost(chip, case, direction):
     """In a process of its own."""
-    jax.default_backend = lambda: "tpu"  # impl="auto" chooses as it would there
     k3_jax.layers.moe.grouped_matmul = no_product
     name, *options = case.split()
     c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
@@ -126,15 +125,13 @@ def cost(chip, case, direction):
 def layer_operations(case, chip):
     """What a layer compiles to on a mesh of one described chip, and its temporaries in bytes."""
     chips = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices
-    one = np.array(chips[:1]).reshape(1, 1)
-    mesh = Mesh(one, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    mesh = make_mesh(devices=chips[:1])
 
-    def place(x, first=None):
-        spec = PartitionSpec(first, *(None,) * (x.ndim - 1))
-        return S(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    def place(x):
+        return S(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        args = [place(x, AXES) for x in case.args]
+        args = [place(x) for x in case.args]
         args.insert(case.lead, jax.tree.map(place, jax.eval_shape(case.module)))
         compiled = jax.jit(case.fn).lower(*args).compile()
     return operations(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes

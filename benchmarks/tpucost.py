@@ -24,7 +24,6 @@ question is put to a process of its own.
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
@@ -37,6 +36,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
+
+from k3_jax import chips
+from k3_jax.hlo import Op, operations
 
 LIBTPU = "libtpu==0.0.52"
 
@@ -55,26 +57,16 @@ class Chip(NamedTuple):
     cores: int
 
 
+def _chip(topology, clock, of, cores=1):
+    return Chip(topology, clock, of.flops, of.bandwidth, cores)
+
+
 CHIPS = {
-    "v6e": Chip("v6e:2x2", 1.75e9, 918e12, 1638e9, 1),
-    "tpu7x": Chip("tpu7x:2x2x1", 2.20e9, 1153e12, 3690e9, 1),
-    "v5p": Chip("v5p:2x2x1", 1.75e9, 459e12, 2765e9, 2),
-    "v5e": Chip("v5e:2x2", 1.50e9, 197e12, 819e9, 1),
+    "v6e": _chip("v6e:2x2", 1.75e9, chips.V6E),
+    "tpu7x": _chip("tpu7x:2x2x1", 2.20e9, chips.TPU7X),
+    "v5p": _chip("v5p:2x2x1", 1.75e9, chips.V5P, cores=2),
+    "v5e": _chip("v5e:2x2", 1.50e9, chips.V5E),
 }
-
-
-class Op(NamedTuple):
-    """An operation of a compiled program: all its runs together, in a loop too.
-
-    cycles of one run is None where the compiler gives none (an unprofiled Pallas call; or a loop
-    of unknown length, whose body then counts once). `bytes` of one run are of HBM.
-    """
-
-    name: str
-    opcode: str
-    runs: int
-    cycles: int | None
-    bytes: int
 
 
 class NoFigure(Exception):
@@ -226,161 +218,3 @@ def _device(chip):
     versions()
     topology = CHIPS[check_chips([chip])[0]].topology
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-
-
-ITEM_BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
-    **dict.fromkeys(("bf16", "f16", "s16", "u16"), 2),
-    **dict.fromkeys(("f32", "s32", "u32"), 4),
-    **dict.fromkeys(("f64", "s64", "u64"), 8),
-}
-# Operations that cost nothing by themselves. XLA's own prefetches into VMEM overlap compute.
-FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"),
-    *("slice-start", "slice-done", "copy-done", "while", "conditional", "call", "partition-id"),
-}
-WORTH_A_ROW = 65536  # bytes moved by an operation without cycles
-
-
-class Line(NamedTuple):
-    """`name = type opcode(operands)` and the whole line of text."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: list
-    is_root: bool
-    text: str
-
-
-def operations(text: str) -> list[Op]:
-    """Every operation of a compiled program that computes or moves much, loops multiplied out."""
-    bodies = computations(text)
-    return list(_walk(bodies, bodies["ENTRY"], 1))
-
-
-def computations(text: str) -> dict:
-    """{name: its Lines}; the entry computation is also under ENTRY."""
-    found, lines = {}, None
-    for line in text.splitlines():
-        head = re.match(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$", line)
-        if head and not line.startswith(" "):
-            lines = found[head.group(2)] = []
-            if head.group(1):
-                found["ENTRY"] = lines
-        elif line.startswith("}"):
-            lines = None
-        elif lines is not None and (parsed := _line(line)):
-            lines.append(parsed)
-    return found
-
-
-def _line(text):
-    parts = re.match(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:,|$)", text)
-    if parts is None:
-        return None
-    root, name, kind, opcode, operands = parts.groups()
-    names = re.findall(r"%([\w.\-]+)", operands) or [operands]
-    return Line(name, kind, opcode, names, bool(root), text)
-
-
-def _walk(bodies, lines, runs):
-    by_name = {line.name: line for line in lines}
-    for line in lines:
-        if line.opcode == "while":
-            trips = _trips(bodies, by_name, line)
-            if trips is None:
-                yield Op(line.name, "while", runs, None, 0)
-            yield from _walk(bodies, bodies[_named(line.text, "body")], runs * (trips or 1))
-        elif line.opcode in ("call", "conditional", "async-start"):
-            for called in re.findall(
-                r"(?:to_apply|calls|true_computation|false_computation)=%([\w.\-]+)", line.text
-            ):
-                yield from _walk(bodies, bodies.get(called, []), runs)
-        if line.opcode in FREE:
-            continue
-        cycles, moved = _cycles(line.text), _moved(bodies, by_name, line)
-        if cycles or moved > WORTH_A_ROW:
-            yield Op(line.name, line.opcode, runs, cycles, moved)
-
-
-def _named(text, what):
-    found = re.search(what + r"=%([\w.\-]+)", text)
-    return found.group(1) if found else None
-
-
-def _cycles(text):
-    """The profiler's cycles of a kernel, or else XLA's estimate of a fusion, or None."""
-    for where in (r'"bundle_analysis_data":\{', r'"window_config":\{[^}]*?'):
-        if found := re.search(where + r'"estimated_cycles":"(\d+)"', text):
-            return int(found.group(1))
-    return None
-
-
-def _trips(bodies, by_name, loop):
-    """How often a loop runs: what XLA knows, or the constant its condition compares with.
-
-    The constant stands in the condition, or comes in through the loop's tuple; JAX counts from 0 in
-    steps of 1.
-    """
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text):
-        return int(known.group(1))
-    condition = bodies[_named(loop.text, "condition")]
-    called = [_named(line.text, "calls") for line in condition]
-    condition = condition + [line for name in called if name for line in bodies.get(name, [])]
-    start = by_name.get(loop.operands[0])
-    elements = start.operands if start is not None and start.opcode == "tuple" else []
-    constants = []
-    for line in condition:
-        if not line.type.startswith("s32[]"):
-            continue
-        if line.opcode == "get-tuple-element":
-            index = int(re.search(r"index=(\d+)", line.text).group(1))
-            line = by_name.get(elements[index]) if index < len(elements) else None
-        if line is not None and line.opcode == "constant":
-            constants.append(int(re.search(r"constant\((-?\d+)\)", line.text).group(1)))
-    # The counter's own start is among them: 0.
-    return max(constants, default=0) or None
-
-
-def type_bytes(types: str) -> int:
-    """HBM bytes of a type; what the compiler keeps in another memory space costs none."""
-    total = 0
-    for dtype, shape, layout in re.findall(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?", types):
-        if dtype in ITEM_BYTES and "S(" not in layout:
-            total += ITEM_BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
-    return total
-
-
-def _moved(bodies, by_name, line):
-    operands = [by_name[name].type if name in by_name else "" for name in line.operands]
-    if line.opcode == "fusion":
-        return _moved_by_fusion(bodies.get(_named(line.text, "calls"), []), line, operands)
-    if line.opcode == "dynamic-slice":
-        return 2 * type_bytes(line.type)
-    if line.opcode == "dynamic-update-slice":
-        return 2 * type_bytes(operands[1])
-    if line.opcode == "copy-start":
-        return type_bytes(line.type)
-    return type_bytes(line.type) + sum(map(type_bytes, operands))
-
-
-def _moved_by_fusion(body, fusion, operands):
-    """A sliced operand counts by its slice, and one that is updated in place by the update."""
-    types = {line.name: line.type for line in body}
-    updates = [line for line in body if line.opcode == "dynamic-update-slice"]
-    update = next((line for line in updates if line.is_root), updates[0] if updates else None)
-    total = 0
-    for parameter in (line for line in body if line.opcode == "parameter"):
-        number, name = int(parameter.operands[0]), parameter.name
-        if number >= len(operands) or not type_bytes(operands[number]):
-            continue
-        users = [line for line in body if name in line.operands and line.opcode != "parameter"]
-        first = users and all(line.operands[0] == name for line in users)
-        if first and all(line.opcode == "dynamic-slice" for line in users):
-            total += sum(type_bytes(line.type) for line in users)
-        elif not (first and all(line.opcode == "dynamic-update-slice" for line in users)):
-            total += type_bytes(operands[number])
-    if update is not None and type_bytes(fusion.type):
-        return total + type_bytes(types.get(update.operands[1], ""))
-    return total + type_bytes(fusion.type)

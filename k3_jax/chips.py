@@ -1,24 +1,51 @@
-"""Public peak figures of accelerators, by JAX's `device_kind`."""
+"""Public figures of accelerators, by JAX's `device_kind`.
+
+TPU: Google's pages on system architecture (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x});
+a TPU7x device is one of a chip's two TensorCores, with half of the chip's figures. NVIDIA: data
+sheets, SXM, without sparsity.
+"""
+
+from typing import NamedTuple
 
 import jax
 
-# Dense bfloat16 FLOP/s per JAX device: Google's TPU system architecture pages (a tpu7x device is
-# one of a chip's two TensorCores) and NVIDIA's data sheets (SXM, without sparsity).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 1153e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
+
+class Chip(NamedTuple):
+    """One JAX device.
+
+    flops: dense bfloat16, 1/s. memory: of HBM, bytes. bandwidth: of HBM, bytes/s. links: bytes/s
+    that leave the device over all its links to other chips (half of what Google calls
+    bidirectional). torus: dimensions of the torus that the links make.
+    """
+
+    flops: float
+    memory: int | None = None
+    bandwidth: float | None = None
+    links: float | None = None
+    torus: int | None = None
+
+
+GIB = 1 << 30
+V5E = Chip(197e12, 16 * GIB, 819e9, 200e9, 2)
+V5P = Chip(459e12, 95 * GIB, 2765e9, 600e9, 3)
+V6E = Chip(918e12, 32 * GIB, 1638e9, 400e9, 2)
+TPU7X = Chip(1153e12, 96 * GIB, 3690e9, 300e9, 3)
+CHIPS = {
+    "TPU v4": Chip(275e12, 32 * GIB, 1200e9, 300e9, 3),
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "TPU7x": TPU7X,
+    "NVIDIA A100-SXM4-80GB": Chip(312e12),
+    "NVIDIA H100 80GB HBM3": Chip(989e12),
+    "NVIDIA H200": Chip(989e12),
 }
 
 
 def peak_flops() -> float | None:
     """Peak bfloat16 FLOP/s of one device here, or None where it is not known (such as a CPU)."""
-    return PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    chip = CHIPS.get(jax.devices()[0].device_kind)
+    return chip and chip.flops

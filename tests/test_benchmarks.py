@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks import cost_decode, cost_kda, cost_mxfp4, kernels, tpucost
+from k3_jax import hlo
 
 BIG = "f32[256,1024]{1,0:T(8,128)}"  # 1 MiB
 TEXT = f"""HloModule jit_f, is_scheduled=true
@@ -49,26 +50,26 @@ backend_config={{"window_config":{{"b":"1","estimated_cycles":"30"}}}}
 def test_loops_are_multiplied_out_and_bytes_are_those_of_hbm():
     """A loop's length from its condition; a copy into VMEM reads only; a sliced operand counts by
     its slice."""
-    ops = {op.name: op for op in tpucost.operations(TEXT)}
-    assert ops["k.2"] == tpucost.Op("k.2", "custom-call", 7, 100, 2 << 20)
-    assert ops["near"] == tpucost.Op("near", "copy", 1, None, 1 << 20)
+    ops = {op.name: op for op in hlo.operations(TEXT)}
+    assert ops["k.2"] == hlo.Op("k.2", "custom-call", 7, 100, 2 << 20)
+    assert ops["near"] == hlo.Op("near", "copy", 1, None, 1 << 20)
     # The slice in and out; the index counts with its 4 bytes.
-    assert ops["f"] == tpucost.Op("f", "fusion", 1, 30, 2 * 8 * 1024 * 4 + 4)
+    assert ops["f"] == hlo.Op("f", "fusion", 1, 30, 2 * 8 * 1024 * 4 + 4)
     assert set(ops) == {"k.2", "near", "f"}
 
 
 def test_a_loop_of_unknown_length_is_reported_and_its_body_counts_once():
     text = TEXT.replace("s32[]{:T(128)} constant(7)", "s32[]{:T(128)} custom-call(%m)")
-    ops = {op.name: op for op in tpucost.operations(text)}
+    ops = {op.name: op for op in hlo.operations(text)}
     assert ops["loop"].opcode == "while" and ops["loop"].cycles is None
     assert ops["k.2"].runs == 1
 
 
 def test_kernels_are_summed_by_name_without_their_numbers():
     ops = [
-        tpucost.Op("kda.1", "custom-call", 2, 10, 5),
-        tpucost.Op("kda.12", "custom-call", 1, 1, 1),
-        tpucost.Op("fusion.1", "fusion", 1, 9, 9),
+        hlo.Op("kda.1", "custom-call", 2, 10, 5),
+        hlo.Op("kda.12", "custom-call", 1, 1, 1),
+        hlo.Op("fusion.1", "fusion", 1, 9, 9),
     ]
     assert tpucost.kernels(ops) == {"kda": (21, 11)}
 

@@ -27,15 +27,20 @@ from k3_jax.tokenizer import load_tokenizer
 from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from sharding import make_mesh
-from sharding.hosts import global_rows, row_share
+from sharding.hosts import global_rows, join, row_share
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
+PROCESSES = flags.DEFINE_string(
+    "processes", None, "auto on the hosts of a pod, or HOST:PORT,n,i for the i-th of n processes"
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_):
     try:
+        if PROCESSES.value:
+            join(PROCESSES.value)
         run(from_dict(TrainConfig, CONFIG.value), WORKDIR.value)
     except (ValueError, OSError, CheckpointError) as e:
         sys.exit(f"train.py: {e}")

@@ -1,6 +1,7 @@
 """Several processes make one run: how they meet, and which rows each of them brings."""
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -8,6 +9,28 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.rules import ROWS, act_spec
+
+SILENCE = 30  # seconds without a sign of a process after which the others stop
+
+
+def join(processes: str) -> None:
+    """Make this process one of several, before anything else asks for a device.
+
+    processes: "auto" where the hosts of a pod know each other, or "HOST:PORT,n,i": the i-th of n
+    processes, of which number 0 listens at that address. When one dies the others end with
+    an error within about SILENCE seconds. Raises ValueError for anything else.
+    """
+    if processes == "auto":
+        jax.distributed.initialize(heartbeat_timeout_seconds=SILENCE)
+        return
+    found = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", processes)
+    if found is None or int(found[3]) >= int(found[2]):
+        raise ValueError(
+            f"--processes={processes!r} is neither auto nor HOST:PORT,n,i with i from 0 to n - 1"
+        )
+    jax.distributed.initialize(
+        found[1], int(found[2]), int(found[3]), heartbeat_timeout_seconds=SILENCE
+    )
 
 
 def row_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
         prefetch=2,
     )
     config.optim = dict(learning_rate=4e-3, final_ratio=0.1, warmup_steps=2)
-    config.mesh = dict(data=1, fsdp=1)
+    config.mesh = dict(data=1, fsdp=1, expert=1)
     config.steps = 12
     config.accumulate = 1
     config.loss_chunk = 128

@@ -11,6 +11,7 @@ from k3_jax.state import MlaCache, Rows
 from pallas_kernels.mla import (
     absorbed_attention,
     cached_attention,
+    expand,
     self_attention,
     self_attention_sharded,
 )
@@ -70,7 +71,7 @@ class Mla(nnx.Module):
                 return self_attention_sharded(
                     q, latent, *key_value_b, segments, scale=self.scale, axis="seq"
                 )
-            return self_attention(q, *widen(latent, *key_value_b), segments, scale=self.scale)
+            return self_attention(q, *expand(latent, *key_value_b), segments, scale=self.scale)
 
         return on_shards(attend, "BTHq,BTM,BT,CHk,CHv -> BTHv")(
             q_BTHq, latent_BTM, rows.segments_BT, *self._key_value_b(q_BTHq.dtype)
@@ -80,7 +81,7 @@ class Mla(nnx.Module):
         """A piece of a prompt against the whole cache, keys and values widened from the latent."""
 
         def attend(q, latent, slots, *key_value_b):
-            return cached_attention(q, *widen(latent, *key_value_b), slots, scale=self.scale)
+            return cached_attention(q, *expand(latent, *key_value_b), slots, scale=self.scale)
 
         return on_shards(attend, "BTHq,BSM,BT,CHk,CHv -> BTHv")(
             q_BTHq, latent_BSM, rows.slots_BT, *self._key_value_b(q_BTHq.dtype)
@@ -101,17 +102,6 @@ class Mla(nnx.Module):
             q_BTHC, q_BTHq[..., k:], latent_BSM, rows.slots_BT
         )
         return einsum("BTHC,CHv->BTHv", o_BTHC, self.v_b_CHv)
-
-
-def widen(latent_BSM, k_b_CHk, v_b_CHv):
-    """Keys [k from the latent | r] and values of these heads, from cache rows. On shards."""
-    C = len(k_b_CHk)
-    c_BSC, shared_BSr = latent_BSM[..., :C], latent_BSM[..., C:]
-    precision = jax.lax.Precision.HIGHEST if latent_BSM.dtype == jnp.float32 else None
-    k_BSHk = jnp.einsum("BSC,CHk->BSHk", c_BSC, k_b_CHk, precision=precision)
-    shared_BSHr = jnp.broadcast_to(shared_BSr[:, :, None], (*k_BSHk.shape[:3], shared_BSr.shape[2]))
-    k_BSHq = jnp.concatenate([k_BSHk, shared_BSHr], axis=-1)
-    return k_BSHq, jnp.einsum("BSC,CHv->BSHv", c_BSC, v_b_CHv, precision=precision)
 
 
 def _write(latent_BSM, new_BTM, slots_BT):

@@ -5,9 +5,8 @@ before each chunk of 128 tokens, in bfloat16; that and the inputs are all that i
 kernel walks back and makes the rest again.
 
 What a shard of a sequence does to any state before it (its transition, and the outputs' part along
-that state) is not among what the forward kernel gives. Tried as K more columns of the state that
-begin as the identity, it made the kernel a quarter dearer (modelled, v6e, with saved states: 603
-for 482 cycles a chunk and head): nearly free it is not.
+that state) is not among what the forward kernel gives: `sequence` asks for it as K more columns of
+values and state where a row is split, and says what that costs.
 """
 
 import functools

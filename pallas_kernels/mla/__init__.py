@@ -8,12 +8,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
 from pallas_kernels.mla import absorbed, blocks, reference, splash
-from pallas_kernels.mla.sequence import self_attention_sharded
+from pallas_kernels.mla.sequence import expand, self_attention_sharded
 
 IMPLS = ("auto", "blocks", "splash", "reference")
 ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
-__all__ = ["absorbed_attention", "cached_attention", "self_attention", "self_attention_sharded"]
+__all__ = [
+    "absorbed_attention",
+    "cached_attention",
+    "expand",
+    "self_attention",
+    "self_attention_sharded",
+]
 
 
 def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", out_dtype=None):

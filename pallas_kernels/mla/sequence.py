@@ -81,12 +81,14 @@ def heads_at_a_time(B, S, H, q_BTHq, v_CHv):
 
 
 def expand(latent_BSM, k_CHk, v_CHv):
-    """Keys [k^T c | r] and values v^T c of the heads that k and v have."""
+    """Keys [k^T c | r] and values v^T c of the heads that k and v have, from rows [c | r]."""
     (C, H, _), (B, S, M) = k_CHk.shape, latent_BSM.shape
     c_BSC, shared_BS1r = latent_BSM[..., :C], latent_BSM[..., None, C:]
-    k_BSHk = jnp.einsum("BSC,CHk->BSHk", c_BSC, k_CHk)
+    precision = jax.lax.Precision.HIGHEST if latent_BSM.dtype == jnp.float32 else None
+    k_BSHk = jnp.einsum("BSC,CHk->BSHk", c_BSC, k_CHk, precision=precision)
+    v_BSHv = jnp.einsum("BSC,CHv->BSHv", c_BSC, v_CHv, precision=precision)
     shared_BSHr = jnp.broadcast_to(shared_BS1r, (B, S, H, M - C))
-    return jnp.concatenate([k_BSHk, shared_BSHr], -1), jnp.einsum("BSC,CHv->BSHv", c_BSC, v_CHv)
+    return jnp.concatenate([k_BSHk, shared_BSHr], -1), v_BSHv
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -152,9 +152,9 @@ def test_the_stored_tree_has_the_paths_of_the_model_and_released_bytes(source, c
     folder = "model/blocks/0/parts/0/runs/1/ffn/expert_down_EFL"
     released_name = "language_model.model.layers.2.block_sparse_moe.experts.5.w2.weight"
     for part, end in (("packed", "_packed"), ("scales", "_scale")):
-        got = arrays.start(f"{folder}/{part}", (0, 1, 5)).result()
+        got = arrays.start(f"{folder}/{part}", (0, 1, 5))()
         assert_same_bits(got, stored[released_name + end].read(), part)
-    kept = arrays.start("vision/mm_projector/post_norm/weight", ()).result()
+    kept = arrays.start("vision/mm_projector/post_norm/weight", ())()
     assert_same_bits(kept, stored["mm_projector.post_norm.weight"].read(), "vision")
 
 

@@ -201,10 +201,10 @@ class StoredView:
     def _kept(self, path, info):
         """Each reader starts its pieces' reads and returns how to finish each of them."""
         if not info.shape:
-            yield self._arrays.start(f"{VISION}/{path}", (0,)).result
+            yield self._arrays.start(f"{VISION}/{path}", (0,))
             return
         for cut in _cuts(info.shape[0], _n_pieces(info)):
-            yield self._arrays.start(f"{VISION}/{path}", (slice(*cut),)).result
+            yield self._arrays.start(f"{VISION}/{path}", (slice(*cut),))
 
     def _expert(self, name, part, info):
         (entry,) = self._table[name]
@@ -213,7 +213,7 @@ class StoredView:
             return
         leaf = f"model/{entry.leaf}/" + ("packed" if part == "codes" else "scales")
         for cut in _cuts(info.shape[0], _n_pieces(info)):
-            yield self._arrays.start(leaf, (*entry.index, slice(*cut))).result
+            yield self._arrays.start(leaf, (*entry.index, slice(*cut)))
 
     def _quantized(self, name) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of one expert; the last one is kept, for both are asked for in turn."""
@@ -246,7 +246,7 @@ class StoredView:
                 at[e.ours.index(e.letters[0])] = slice(start, stop)
                 reads.append(self._arrays.start(f"model/{e.leaf}", (*e.index, *at)))
             yield lambda reads=reads, shape=shape: to_released(
-                name, [r.result().astype(info.dtype, copy=False) for r in reads], entries, shape
+                name, [r().astype(info.dtype, copy=False) for r in reads], entries, shape
             )
 
     def _widened(self, entry, start, stop) -> Callable[[], np.ndarray]:
@@ -254,7 +254,7 @@ class StoredView:
         codes, scales = (
             self._arrays.start(f"model/{entry.leaf}/{part}", at) for part in ("packed", "scales")
         )
-        return lambda: mxfp4.unpack(codes.result(), scales.result(), BFLOAT16)
+        return lambda: mxfp4.unpack(codes(), scales(), BFLOAT16)
 
 
 def _ahead(reads: Iterator[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:

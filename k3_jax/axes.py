@@ -7,7 +7,7 @@ from jax.nn.initializers import Initializer, normal, ones, zeros
 
 from sharding import act_spec, gathered, weight_spec
 
-__all__ = ["einsum", "normal", "ones", "read", "weight", "zeros"]
+__all__ = ["einsum", "normal", "ones", "own_ids", "read", "weight", "zeros"]
 
 
 def weight(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init: Initializer) -> nnx.Param:
@@ -24,6 +24,16 @@ def read(w: nnx.Param, dtype=None) -> jax.Array:
     """
     array = w[...]
     return gathered(array if dtype is None else array.astype(dtype))
+
+
+def own_ids(ids: jax.Array, n_own: int) -> tuple[jax.Array, jax.Array]:
+    """Token ids within this device's part of a vocabulary split over `tensor`, `n_own` long.
+
+    0 where another device has the id; and whether this one does. Inside shard_map.
+    """
+    ids = ids - jax.lax.axis_index("tensor") * n_own
+    is_own = (ids >= 0) & (ids < n_own)
+    return jnp.where(is_own, ids, 0), is_own
 
 
 def einsum(equation: str, x: jax.Array, w: nnx.Param, *, shape=None) -> jax.Array:

@@ -18,7 +18,9 @@ class HeldOut:
     def __init__(self, config: TrainConfig, batches, tokenizer: Tokenizer, mesh):
         self._batches = list(batches)
         self._mesh = mesh
-        self._bytes = sum(_target_bytes(b, tokenizer) for b in self._batches)
+        # The bytes are counted on this process's share of the rows, the targets on all.
+        own_bytes = sum(_target_bytes(b, tokenizer) for b in self._batches)
+        self._bytes = own_bytes * row_share(mesh)[1]
         if not self._bytes:
             raise ValueError(
                 f"no document is held out (data.holdout={config.data.holdout}); raise it, or set "
@@ -33,11 +35,9 @@ class HeldOut:
             rows = {k: global_rows(v, self._mesh) for k, v in batch.items()}
             sums = jax.device_get(self._sums(model, rows))
             nats, count = nats + float(sums.nats), count + int(sums.count)
-        # The bytes were counted on this process's share of the rows, the targets on all.
-        n_bytes = self._bytes * row_share(self._mesh)[1]
         return {
             "heldout_loss": nats / count,
-            "heldout_bits_per_byte": nats / math.log(2) / n_bytes,
+            "heldout_bits_per_byte": nats / math.log(2) / self._bytes,
         }
 
 

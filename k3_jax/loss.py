@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3_jax.axes import own_ids
 from pallas_kernels.common import dot32
 from pallas_kernels.halo import from_next
 from sharding import TOKENS, act_spec, on_shards, present
@@ -49,12 +50,10 @@ def token_logprobs(hidden_BTD, head_DV, targets_BT):
     logits_BTV = dot32("BTD,DV->BTV", hidden_BTD, head_DV.astype(hidden_BTD.dtype))
     lse_BT, axes = jax.nn.logsumexp(logits_BTV, axis=-1), present(("tensor",))
     if axes:
-        targets_BT = targets_BT - jax.lax.axis_index(axes) * logits_BTV.shape[-1]
-    is_here = (targets_BT >= 0) & (targets_BT < logits_BTV.shape[-1])
-    at_BT1 = jnp.where(is_here, targets_BT, 0)[..., None]
-    hit_BT = jnp.take_along_axis(logits_BTV, at_BT1, axis=-1)[..., 0]
+        targets_BT, is_own_BT = own_ids(targets_BT, logits_BTV.shape[-1])
+    hit_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     if axes:
-        hit_BT = jax.lax.psum(jnp.where(is_here, hit_BT, 0), axes)
+        hit_BT = jax.lax.psum(jnp.where(is_own_BT, hit_BT, 0), axes)
         largest_BT = jax.lax.pmax(jax.lax.stop_gradient(lse_BT), axes)
         lse_BT = largest_BT + jnp.log(jax.lax.psum(jnp.exp(lse_BT - largest_BT), axes))
     return hit_BT - lse_BT, lse_BT

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3_jax.axes import normal, ones, read, weight
+from k3_jax.axes import normal, ones, own_ids, read, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.attn_res import AttnRes
 from k3_jax.layers.kda import Kda
@@ -259,10 +259,8 @@ def _look_up(ids_BT, table_VD):
     axes = present(("tensor",))
     if not axes:
         return table_VD[ids_BT]
-    ids_BT = ids_BT - jax.lax.axis_index(axes) * len(table_VD)
-    is_here = (ids_BT >= 0) & (ids_BT < len(table_VD))
-    rows_BTD = table_VD[jnp.where(is_here, ids_BT, 0)]
-    return jax.lax.psum(jnp.where(is_here[..., None], rows_BTD, 0), axes)
+    ids_BT, is_own_BT = own_ids(ids_BT, len(table_VD))
+    return jax.lax.psum(jnp.where(is_own_BT[..., None], table_VD[ids_BT], 0), axes)
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:

@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from sharding.exchange import (
     I32,
     Routes,
+    as_tuple,
     before,
     chosen,
     local_experts,
@@ -177,9 +178,15 @@ def fill(load_R, capacity=None):
     source_R = find(over_R, jnp.where(is_rich_R, over_R, begin_R), side="right").astype(I32)
     source_R = jnp.where(amount_R > 0, source_R, rank_R)
     keep_R = load_R - jnp.where(source_R == rank_R[:, None], amount_R, 0).sum(1)
+    start_R = keep_R[source_R] + before_of_source(source_R, amount_R)
+    return Fills(source_R, amount_R, start_R, keep_R)
+
+
+def before_of_source(source_R, x_R):
+    """For every rank the sum of x over the ranks before it that the same source fills."""
+    rank_R = jnp.arange(len(source_R), dtype=I32)
     is_earlier_RR = (source_R == source_R[:, None]) & (rank_R < rank_R[:, None])
-    earlier_R = jnp.where(is_earlier_RR, amount_R, 0).sum(1)
-    return Fills(source_R, amount_R, keep_R[source_R] + earlier_R, keep_R)
+    return jnp.where(is_earlier_RR, x_R, 0).sum(1)
 
 
 def line_length(R, n_local):
@@ -198,8 +205,7 @@ def _copies(rank, source_R, used_RS):
     low_R = jnp.argmax(used_RS, 1).astype(I32)
     high_R = n_local - jnp.argmax(used_RS[:, ::-1], 1).astype(I32)
     length_R = jnp.where(used_RS.any(1), high_R - low_R, 0)
-    is_earlier_RR = (source_R == source_R[:, None]) & (rank_R < rank_R[:, None])
-    line_R = jnp.where(is_earlier_RR, length_R, 0).sum(1)
+    line_R = before_of_source(source_R, length_R)
     sent_R = jnp.where(source_R == rank, length_R, 0)
     got_R = jnp.where(rank_R == source_R[rank], length_R[rank], 0)
     here_R = jnp.broadcast_to(low_R[rank], R)
@@ -221,7 +227,7 @@ def prefetch(w_eLF, copies: Copies, axis, *, impl="auto"):
     experts, of which it fetches a part of axis 1 at a time where they are more than its own.
     impl as for `exchange`.
     """
-    axis, impl = (axis,) if isinstance(axis, str) else tuple(axis), chosen(impl)
+    axis, impl = as_tuple(axis), chosen(impl)
     return _prefetch(vary_with(w_eLF, axis, copies), copies, axis, impl)
 
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding.rules import vary
+
 I32 = jnp.int32
 IMPLS = ("auto", "ragged", "dense")
 
@@ -121,7 +123,7 @@ def exchange(x_nL, there: Routes, n_rows, axis, *, impl="auto"):
     (T20), and "ragged" elsewhere; it logs what it chose once.
     Raises ValueError for another impl.
     """
-    axis, impl = _axes(axis), chosen(impl)
+    axis, impl = as_tuple(axis), chosen(impl)
     x_nL = vary_with(x_nL, axis, there)
     return _exchange(x_nL, there, x_nL.shape[0], n_rows, axis, impl)
 
@@ -188,11 +190,11 @@ def vary_with(x, axis, others):
     over = set(axis).union(
         *(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(others))
     )
-    missing = tuple(over - jax.typeof(x).manual_axis_type.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return vary(x, over)
 
 
-def _axes(axis):
+def as_tuple(axis):
+    """The names of one or more mesh axes as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 

@@ -80,9 +80,8 @@ def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION
             for dim, axes in enumerate(map(_named, spec)):
                 more = tuple(a for a in axes if a not in table.get(letters[dim + 1], ()))
                 x = jax.lax.all_gather(x, more, axis=dim, tiled=True) if more else x
-        missing = tuple(split - jax.typeof(x).manual_axis_type.varying)
         has_gradient = jnp.issubdtype(x.dtype, jnp.inexact)
-        return jax.lax.pcast(x, missing, to="varying") if missing and has_gradient else x
+        return vary(x, split) if has_gradient else x
 
     def run(*arrays):
         in_specs = tuple(
@@ -97,6 +96,12 @@ def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION
         )(*arrays)
 
     return run
+
+
+def vary(x: jax.Array, axes) -> jax.Array:
+    """x marked as varying over these mesh axes too; inside shard_map."""
+    missing = tuple(set(axes) - jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _named(entry) -> tuple[str, ...]:

@@ -31,3 +31,12 @@ def four_devices():
     """The mesh (2, 2), set for the test."""
     with jax.set_mesh(make_mesh(2, 2, devices=jax.devices()[:4])) as mesh:
         yield mesh
+
+
+@pytest.fixture(scope="module")
+def quick_compiler():
+    """Half the compile time or less, for programs that are long for what they compute."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -20,20 +20,12 @@ from k3_jax.tree import named_leaves
 from sharding import ROUTED, act_spec, make_mesh, weight_spec
 from sharding.hosts import row_share
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 MESHES = {
     "rows, stored weights and experts": dict(data=2, fsdp=2, expert=2),
     "heads and experts": dict(expert=2, tensor=2),
     "time, rows and experts": dict(expert=2, seq=4),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiler():
-    """The programs are long for what they compute."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def on_mesh(**sizes):

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -10,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from etils import epath
 
+from k3_jax.checkpoint.manifest import is_local
 from k3_jax.checkpoint.zarr import replace_text
 
 FOLDER = "convert.journal"
@@ -69,7 +69,7 @@ class Journal:
 
 def check_space(target: epath.Path, n_bytes: int) -> None:
     """Raises OSError when `n_bytes` do not fit, where that can be known."""
-    if "://" in os.fspath(target):
+    if not is_local(target):
         return
     free = shutil.disk_usage(target).free
     if free < n_bytes:

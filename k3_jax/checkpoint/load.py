@@ -94,7 +94,8 @@ def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_pack
     kept = dataclasses.replace(config, moe=moe)
 
     def load():
-        targets = named_leaves(_abstract(config))
+        model = _abstract(config)
+        targets = named_leaves(model)
         with store:
             leaves = read_leaves(store, step, targets)
         for name, leaf in list(leaves.items()):
@@ -105,9 +106,12 @@ def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_pack
                 raise ValueError(f"{path}: {name} is {leaf.dtype}, not packed")
             elif is_mxfp4:
                 leaves[name] = widened(name, leaf, targets[name])
-        model = _abstract(kept)
-        targets = named_leaves(model)
-        leaves = {n: jax.device_put(leaves.pop(n), placed(t).sharding) for n, t in targets.items()}
+        if is_packed:
+            model = _abstract(kept)
+            leaves = {
+                name: jax.device_put(leaves.pop(name), placed(target).sharding)
+                for name, target in named_leaves(model).items()
+            }
         return with_leaves(model, leaves)
 
     return Opened(kept, str(path), tokenizer, eos_ids(files), load)

@@ -85,7 +85,7 @@ def _fingerprints(root: epath.Path) -> dict[str, list[int | None]]:
         size = file.stat().length
         return [size, zlib.crc32(file.read_bytes()) if size <= SMALL_BYTES else None]
 
-    with ThreadPoolExecutor(THREADS if "://" in os.fspath(root) else LOCAL_THREADS) as pool:
+    with ThreadPoolExecutor(LOCAL_THREADS if is_local(root) else THREADS) as pool:
         return {
             str(f.relative_to(root)): p
             for f, p in zip(files, pool.map(fingerprint, files), strict=True)
@@ -101,3 +101,8 @@ def remove(path: epath.Path) -> None:
     """Removes a step, its manifest first: cut short, this leaves one that is plainly not whole."""
     (path / NAME).unlink(missing_ok=True)
     path.rmtree()
+
+
+def is_local(path: str | os.PathLike) -> bool:
+    """Whether it is on this machine's file systems, not in an object store (gs://...)."""
+    return "://" not in os.fspath(path)

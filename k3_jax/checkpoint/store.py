@@ -62,7 +62,7 @@ class Store:
         """keep: whole steps that stay, at least 1. Space for keep + 1 is needed while saving."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must stay")
-        is_local = "://" not in os.fspath(directory)
+        is_local = manifest.is_local(directory)
         self.directory = epath.Path(os.path.abspath(directory) if is_local else directory)
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(f"checkpoint directory {self.directory} is a file")

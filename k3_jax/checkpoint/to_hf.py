@@ -15,6 +15,7 @@ from etils import epath
 
 from k3_jax.checkpoint.hf_config import to_hf
 from k3_jax.checkpoint.journal import Journal, check_space, run_all
+from k3_jax.checkpoint.manifest import is_local
 from k3_jax.checkpoint.plan import DEFAULT, Options
 from k3_jax.checkpoint.safetensors import INDEX, FormatError, make_header, parse_header
 from k3_jax.checkpoint.to_orbax import SOURCE, copy_others
@@ -113,10 +114,9 @@ def _new_files(view: StoredView, limit: int) -> list[File]:
 
 def _write(view: StoredView, dst: epath.Path, file: File) -> dict:
     """Writes one file, each tensor against the hash that it had when it came in."""
-    is_local = "://" not in str(dst)
-    draft = dst / f"{file.id}.draft" if is_local else dst / file.id
+    draft = dst / f"{file.id}.draft" if is_local(dst) else dst / file.id
     with draft.open("wb") as out:
-        if is_local:
+        if is_local(dst):
             reserve(out, file.n_bytes)
         out.write(file.header)
         for key in file.keys:
@@ -127,7 +127,7 @@ def _write(view: StoredView, dst: epath.Path, file: File) -> dict:
                 out.write(data)
             if view.recorded.get(key, total.hexdigest()) != total.hexdigest():
                 raise FormatError(f"{view.step}: {key} is not what was converted: bytes changed")
-    if is_local:
+    if is_local(dst):
         draft.replace(dst / file.id)
     return {}
 

@@ -13,10 +13,14 @@ import errno
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
+
+from k3_jax.checkpoint.manifest import is_local
+from k3_jax.checkpoint.safetensors import FormatError
 
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 EMPTY = np.uint64(2**64 - 1)  # the place of a chunk that was not written
@@ -48,10 +52,10 @@ class Shard:
         self._places = np.full((*grid, 2), EMPTY, "<u8")
         self._at = 0
         # An object appears under its name when it is whole; a file has to be renamed.
-        is_local = "://" not in os.fspath(self.path)
-        self._draft = self.path.parent / f"{self.path.name}.draft" if is_local else self.path
+        has_draft = is_local(self.path)
+        self._draft = self.path.parent / f"{self.path.name}.draft" if has_draft else self.path
         self._file = self._draft.open("wb")
-        if is_local:
+        if has_draft:
             n_bytes = math.prod(array.shard) * array.dtype.itemsize
             reserve(self._file, n_bytes + self._places.nbytes)
 
@@ -81,6 +85,71 @@ class Shard:
         # The disk that was full when writing is full when flushing.
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+class PlainFiles:
+    """An array in the files that `Shard` makes: a chunk's bytes are read as they are, without what
+    TensorStore does to find and copy them."""
+
+    def __init__(self, folder: epath.Path, dtype: np.dtype, shape, shard, chunk):
+        self._folder, self._dtype = os.fspath(folder), dtype
+        self._shape, self._shard, self._chunk = shape, shard, chunk
+        self._places: dict[tuple, np.ndarray] = {}
+
+    @classmethod
+    def open(cls, folder: epath.Path) -> "PlainFiles | None":
+        """The array in a folder, where its files are local and hold chunks as they are."""
+        if not is_local(folder) or not (folder / "zarr.json").exists():
+            return None
+        told = json.loads((folder / "zarr.json").read_text())
+        (codec, *others), shard = told["codecs"], told["chunk_grid"]["configuration"]["chunk_shape"]
+        inner = codec.get("configuration", {})
+        is_plain = codec["name"] == "sharding_indexed" and not others
+        is_plain = is_plain and inner["codecs"] == inner["index_codecs"] == CODECS
+        if not is_plain or inner["index_location"] != "end":
+            return None
+        dtype = np.dtype(told["data_type"])
+        return cls(folder / "c", dtype, tuple(told["shape"]), shard, inner["chunk_shape"])
+
+    def inside_a_chunk(self, index: tuple) -> Callable[[], np.ndarray] | None:
+        """How to read a slice that one chunk holds in one piece: numbers, then a range, then all.
+
+        None for any other slice.
+        """
+        if [isinstance(i, slice) for i in index] != [False] * (len(index) - 1) + [True]:
+            return None
+        *lead, cut = index
+        n, rest = len(lead), tuple(self._shape[len(index) :])
+        size, behind = self._chunk[n], len(index)
+        is_whole = tuple(self._chunk[behind:]) == tuple(self._shard[behind:]) == rest
+        if set(self._chunk[:n]) - {1} or not is_whole or cut.stop > (cut.start // size + 1) * size:
+            return None
+        at = (*lead, cut.start)
+        cell = tuple(i // s for i, s in zip(at, self._shard, strict=False)) + (0,) * len(rest)
+        pairs = zip(at, self._shard, self._chunk, strict=False)
+        inner = tuple(i % s // c for i, s, c in pairs) + (0,) * len(rest)
+        row = math.prod(rest) * self._dtype.itemsize
+
+        def read():
+            path = f"{self._folder}/{'/'.join(map(str, cell))}"
+            with open(path, "rb", buffering=0) as file:
+                if cell not in self._places:
+                    self._places[cell] = self._index(file)
+                start = int(self._places[cell][inner][0]) + cut.start % size * row
+                out = np.empty((cut.stop - cut.start, *rest), self._dtype)
+                file.seek(start)
+                if file.readinto(out.reshape(-1).view(np.uint8)) != out.nbytes:
+                    raise FormatError(f"{path} is cut short: {out.nbytes} bytes at {start}")
+            return out
+
+        return read
+
+    def _index(self, file) -> np.ndarray:
+        """Start and length of each chunk of a file."""
+        grid = [s // c for s, c in zip(self._shard, self._chunk, strict=True)]
+        n_bytes = math.prod(grid) * 16
+        file.seek(-n_bytes, os.SEEK_END)
+        return np.frombuffer(file.read(n_bytes), "<u8").reshape(*grid, 2)
 
 
 def reserve(file, n_bytes: int) -> None:

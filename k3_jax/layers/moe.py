@@ -39,18 +39,16 @@ class Routing:
 
 
 class Packed(nnx.Module):
-    """MXFP4 weights of experts in the order of their kernel (`pallas_kernels.experts`)."""
+    """MXFP4 weights of experts in the order of their kernel (`pallas_kernels.experts`).
+
+    Zeros: they are loaded, not trained from a start.
+    """
 
     def __init__(self, rngs: nnx.Rngs, letters: str, dims: dict):
         _, inputs, _ = letters
         for name, per in (("packed", 2), ("scales", 32)):
             sizes = dims | {inputs: dims[inputs] // per}
             setattr(self, name, weight(rngs, letters, sizes, jnp.uint8, zeros))
-
-
-def packed(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init) -> Packed:
-    """Packed zeros in place of `weight`: they are loaded, not trained from a start."""
-    return Packed(rngs, letters, dims)
 
 
 class Moe(nnx.Module):
@@ -73,10 +71,12 @@ class Moe(nnx.Module):
         self.router_bias_E = weight(rngs, "E", dims, F32, zeros)
         self.down_DL, self.up_LD = matrix("DL"), matrix("LD")
         self.latent_norm_L = weight(rngs, "L", dims, c.param_dtype, ones)
-        made = packed if m.packed else weight
-        experts = (dims, c.param_dtype, normal(c.init_std))
-        self.gate_ELF, self.expert_up_ELF = (made(rngs, "ELF", *experts) for _ in range(2))
-        self.expert_down_EFL = made(rngs, "EFL", *experts)
+
+        def experts(letters):
+            return Packed(rngs, letters, dims) if m.packed else matrix(letters)
+
+        self.gate_ELF, self.expert_up_ELF = experts("ELF"), experts("ELF")
+        self.expert_down_EFL = experts("EFL")
         self.shared = Mlp(c, m.n_shared * m.expert_width, rngs=rngs)
 
     def __call__(self, x_BTD, rows: Rows, forced_BTA=None):
@@ -92,9 +92,7 @@ class Moe(nnx.Module):
             weights = [w.astype(x_BTD.dtype) for w in weights]
         signature = "BTL,BT.,BTA,BT" + ",*ELF" * len(weights) + " -> BTL,"
         mixed_BTL, n_dropped = on_shards(self._experts, signature, ROUTED)(
-            *(jax.reshard(x, act_spec("BT.", ROUTED)) for x in tokens[:3]),
-            jax.reshard(tokens[3], act_spec("BT", ROUTED)),
-            *weights,
+            *(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights
         )
         mixed_BTL = jax.reshard(mixed_BTL, act_spec("BT."))
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)

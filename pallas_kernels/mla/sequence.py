@@ -127,9 +127,9 @@ def _splash(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, i
     tile = min(splash.TILE, -(-T // lanes) * lanes)
     q_BTHq = (q_BTHq.astype(jnp.float32) * scale).astype(q_BTHq.dtype)
     # Queries behind the shard's end have segment 0, whatever the next shard has there.
-    queries = (splash._lengthen(x, -T % tile) for x in (q_BTHq, segments_BT))
+    queries = (splash.lengthen(x, -T % tile) for x in (q_BTHq, segments_BT))
     q_BTHq, segments_BT = queries
-    keys = (splash._lengthen(x, -x.shape[1] % tile) for x in (k_BSHq, v_BSHv, segments_BS))
+    keys = (splash.lengthen(x, -x.shape[1] % tile) for x in (k_BSHq, v_BSHv, segments_BS))
     args = (q_BTHq, *keys, segments_BT, start)
     axes = frozenset().union(*map(varying, args))
     return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T]
@@ -142,11 +142,11 @@ def _attend(q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start, tile, inter
 
 def _attend_fwd(q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start, tile, interpret):
     def run(q, k, v, *rest):
-        heads = map(splash._swap_head_and_time, (q, k, v))
+        heads = map(splash.swap_head_and_time, (q, k, v))
         o_BHTv, pullback = jax.vjp(lambda *qkv: _kernels(*qkv, *rest, tile, interpret), *heads)
-        return splash._swap_head_and_time(o_BHTv), pullback
+        return splash.swap_head_and_time(o_BHTv), pullback
 
-    return splash._unchecked(run, q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start)
+    return splash.unchecked(run, q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start)
 
 
 def _attend_bwd(tile, interpret, pullback, do_BTHv):

@@ -29,7 +29,7 @@ def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, interpret=False
     T = q_BTHq.shape[1]
     tile = min(TILE, -(-T // LANES) * LANES)
     q_BTHq = (q_BTHq.astype(jnp.float32) * scale).astype(q_BTHq.dtype)
-    args = [_lengthen(x, -T % tile) for x in (q_BTHq, k_BTHq, v_BTHv, segments_BT)]
+    args = [lengthen(x, -T % tile) for x in (q_BTHq, k_BTHq, v_BTHv, segments_BT)]
     axes = frozenset().union(*map(varying, args))
     return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T]
 
@@ -38,26 +38,26 @@ def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, interpret=False
 def _attend(q_BTHq, k_BTHq, v_BTHv, segments_BT, tile, interpret):
     # Not the forward half of the rule below: that one also writes the softmax's log-sums.
     def run(q, k, v, segments):
-        heads = map(_swap_head_and_time, (q, k, v))
-        return _swap_head_and_time(_splash(*heads, segments, tile, interpret))
+        heads = map(swap_head_and_time, (q, k, v))
+        return swap_head_and_time(_splash(*heads, segments, tile, interpret))
 
-    return _unchecked(run, q_BTHq, k_BTHq, v_BTHv, segments_BT)
+    return unchecked(run, q_BTHq, k_BTHq, v_BTHv, segments_BT)
 
 
 def _attend_fwd(q_BTHq, k_BTHq, v_BTHv, segments_BT, tile, interpret):
     def run(q, k, v, segments):
-        heads = map(_swap_head_and_time, (q, k, v))
+        heads = map(swap_head_and_time, (q, k, v))
         o_BHTv, pullback = jax.vjp(lambda *qkv: _splash(*qkv, segments, tile, interpret), *heads)
-        return _swap_head_and_time(o_BHTv), pullback
+        return swap_head_and_time(o_BHTv), pullback
 
-    return _unchecked(run, q_BTHq, k_BTHq, v_BTHv, segments_BT)
+    return unchecked(run, q_BTHq, k_BTHq, v_BTHv, segments_BT)
 
 
 def _attend_bwd(tile, interpret, pullback, do_BTHv):
     def run(do, pullback):
-        return tuple(map(_swap_head_and_time, pullback(_swap_head_and_time(do))))
+        return tuple(map(swap_head_and_time, pullback(swap_head_and_time(do))))
 
-    return *_unchecked(run, do_BTHv, pullback), None
+    return *unchecked(run, do_BTHv, pullback), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -78,7 +78,7 @@ def _splash(q_BHTq, k_BHTq, v_BHTv, segments_BT, tile, interpret):
     return jax.vmap(row)(q_BHTq, k_BHTq, v_BHTv, segments_BT)
 
 
-def _unchecked(fn, x, *rest):
+def unchecked(fn, x, *rest):
     """fn(x, *rest) with the check of varying axes off; all results vary as x does.
 
     The shipped kernels leave `manual_axis_type` of their outputs empty, which `check_vma=True`
@@ -92,9 +92,9 @@ def _unchecked(fn, x, *rest):
     return jax.tree.map(partial(vary, axes=varying(x)), outs)
 
 
-def _lengthen(x_BT, pad):
+def lengthen(x_BT, pad):
     return jnp.pad(x_BT, ((0, 0), (0, pad)) + ((0, 0),) * (x_BT.ndim - 2))
 
 
-def _swap_head_and_time(x):
+def swap_head_and_time(x):
     return jnp.swapaxes(x, 1, 2)

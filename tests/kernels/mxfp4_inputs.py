@@ -5,6 +5,14 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 E, L, F, N = 4, 512, 256, 50
+# Rows of each of the E experts, out of N.
+SIZES = {
+    "unaligned, one empty, rows left over": [7, 0, 20, 3],
+    "one expert has everything": [0, 0, 50, 0],
+    "aligned, then a partial block": [16, 16, 16, 2],
+    "first and last are empty": [0, 1, 32, 0],
+    "no rows at all": [0, 0, 0, 0],
+}
 INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxfp4_inputs import INTERPRET, E, F, L, N, product, rows
+from mxfp4_inputs import INTERPRET, SIZES, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
@@ -23,12 +23,6 @@ BETAS = dict(beta=4.0, linear_beta=25.0)
 BLOCKS = {
     "x by blocks, v6e": Blocks(rows=32, x_rows=32, columns=128, slab=128, generation=6),
     "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5),
-}
-SIZES = {
-    "unaligned, one empty, rows left over": [7, 0, 20, 3],
-    "one expert has everything": [0, 0, 50, 0],
-    "first and last are empty": [0, 1, 32, 0],
-    "no rows at all": [0, 0, 0, 0],
 }
 # float32 sums up to 150 are off by 2e-4 (test_experts_mxfp4); the activation's slope is at most 25
 # (linear_beta, at a gate where beta tanh and sigmoid give 1 a unit) times that, 5e-3, where y is

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxfp4_inputs import INTERPRET, E, F, L, N, product, rows
+from mxfp4_inputs import INTERPRET, SIZES, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
@@ -22,13 +22,6 @@ from pallas_kernels.experts.mxfp4 import Blocks, from_released, grouped_matmul_m
 BLOCKS = {
     "x by blocks, v6e": Blocks(rows=16, x_rows=16, columns=128, slab=128, generation=6),
     "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5),
-}
-SIZES = {
-    "unaligned, one empty, rows left over": [7, 0, 20, 3],
-    "one expert has everything": [0, 0, 50, 0],
-    "aligned, then a partial block": [16, 16, 16, 2],
-    "first and last are empty": [0, 1, 32, 0],
-    "no rows at all": [0, 0, 0, 0],
 }
 # float32 sums of 512 products (exact in float32) against float64: results reach 150, so that each
 # of the 512 roundings is up to 150 x 2^-24 = 9e-6, and 23 of them (the root of 512) 2e-4.

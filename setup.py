@@ -13,6 +13,7 @@ setup(
     install_requires=[
         "absl-py",
         "array_record>=0.8.1",
+        "blake3>=1.0",
         "etils[epath]",
         "flax>=0.12.10,<0.13",
         "grain>=0.2.18",

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from k3_jax.axes import read
 from k3_jax.checkpoint import hf
 from k3_jax.checkpoint.hf_config import from_hf
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import K3
+from k3_jax.model import K3, abstract
 from k3_jax.tree import named_leaves, with_leaves
 from sharding import make_mesh
 
@@ -47,9 +46,9 @@ def golden() -> dict[str, np.ndarray]:
 def load_model(dtype: str) -> K3:
     """The golden checkpoint with float32 parameters, computing in `dtype`."""
     config = from_hf(FOLDER / "config.json", dtype=dtype, remat="none")
-    abstract = jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(params=jax.random.key(0))))
-    leaves = hf.load(FOLDER, config, named_leaves(abstract))
-    return with_leaves(abstract, {name: jnp.asarray(x) for name, x in leaves.items()})
+    empty = abstract(config)
+    leaves = hf.load(FOLDER, config, named_leaves(empty))
+    return with_leaves(empty, {name: jnp.asarray(x) for name, x in leaves.items()})
 
 
 @jax.jit

@@ -4,17 +4,57 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer, normal, ones, zeros
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sharding import act_spec, gathered, weight_spec
 
-__all__ = ["einsum", "normal", "ones", "own_ids", "read", "weight", "zeros"]
+__all__ = [
+    "ShapesOnly",
+    "einsum",
+    "normal",
+    "ones",
+    "own_ids",
+    "read",
+    "stacked",
+    "weight",
+    "zeros",
+]
 
 
-def weight(rngs: nnx.Rngs, letters: str, dims: dict, dtype, init: Initializer) -> nnx.Param:
+class ShapesOnly:
+    """In place of nnx.Rngs: parameters become their shapes, dtypes and resting places.
+
+    What `jax.eval_shape` gives as well, which traces every random number for it.
+    """
+
+
+def weight(
+    rngs: nnx.Rngs | ShapesOnly, letters: str, dims: dict, dtype, init: Initializer
+) -> nnx.Param:
     """A parameter whose shape and resting place follow from its letters."""
     shape = tuple(dims[a] for a in letters)
     placed = weight_spec(letters, shape)
+    if isinstance(rngs, ShapesOnly):
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(placed)))
     return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=placed))
+
+
+def stacked(cls, *args, n: int, rngs: nnx.Rngs | ShapesOnly):
+    """`n` equal modules as one, each parameter with a leading axis over them."""
+    if isinstance(rngs, ShapesOnly):
+        return jax.tree.map(lambda x: _stacked(x, n), cls(*args, rngs=rngs))
+    keys = jax.random.split(rngs.params(), n)
+    return jax.vmap(lambda key: cls(*args, rngs=nnx.Rngs(params=key)))(keys)
+
+
+def _stacked(x: jax.ShapeDtypeStruct, n: int) -> jax.ShapeDtypeStruct:
+    placed = _sharding(P(None, *x.sharding.spec))
+    return jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=placed)
+
+
+def _sharding(placed: P) -> NamedSharding:
+    return NamedSharding(jax.sharding.get_abstract_mesh(), placed)
 
 
 def read(w: nnx.Param, dtype=None) -> jax.Array:

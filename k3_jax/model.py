@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3_jax.axes import normal, ones, own_ids, read, weight
+from k3_jax.axes import ShapesOnly, normal, ones, own_ids, read, stacked, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.attn_res import AttnRes
 from k3_jax.layers.kda import Kda
@@ -173,12 +173,6 @@ def repeat(step, carry, xs, n: int):
     return carry, jax.tree.map(lambda y: y[None], ys)
 
 
-def stacked(cls, *args, n: int, rngs: nnx.Rngs):
-    """`n` equal modules as one, each parameter with a leading axis over them."""
-    keys = jax.random.split(rngs.params(), n)
-    return jax.vmap(lambda key: cls(*args, rngs=nnx.Rngs(params=key)))(keys)
-
-
 def in_order(runs) -> list:
     """Per-run trees of [groups, layers of the run, ...] -> [layers, ...] in the layers' order."""
     runs = [x for x in runs if x is not None]
@@ -261,6 +255,11 @@ def _look_up(ids_BT, table_VD):
         return table_VD[ids_BT]
     ids_BT, is_own_BT = own_ids(ids_BT, len(table_VD))
     return jax.lax.psum(jnp.where(is_own_BT[..., None], table_VD[ids_BT], 0), axes)
+
+
+def abstract(c: ModelConfig) -> K3:
+    """The model's shapes, dtypes and resting places on the mesh in force; no values."""
+    return K3(c, rngs=ShapesOnly())
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:

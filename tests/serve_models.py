@@ -5,12 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from k3_jax.checkpoint.store import Store
 from k3_jax.checkpoint.tree import placed
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, to_dict
-from k3_jax.model import K3
+from k3_jax.model import abstract
 from k3_jax.serving.engine import Request
 from k3_jax.serving.sampling import Settings
 from k3_jax.tree import named_leaves, nest, with_leaves
@@ -40,7 +39,7 @@ GREEDY = Settings(max_tokens=32, temperature=0.0)
 
 def build(config):
     """A model of random weights, made by numpy: compiling the initializers takes longer."""
-    model = jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(params=jax.random.key(0))))
+    model = abstract(config)
     rng, leaves = np.random.default_rng(0), {}
     for name, leaf in named_leaves(model).items():
         value = 0.15 * rng.normal(size=leaf.shape) + ("norm" in name)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import released
 import tiny
+from blake3 import blake3
 from etils import epath
-from flax import nnx
 
 from k3_jax.checkpoint import convert, hf_config, manifest, plan, to_hf, to_orbax, verify
 from k3_jax.checkpoint.arrays import StoredArrays
@@ -25,7 +25,7 @@ from k3_jax.checkpoint.store import Store
 from k3_jax.checkpoint.verify import differences
 from k3_jax.checkpoint.views import StoredView, find_step, open_view
 from k3_jax.config import to_dict
-from k3_jax.model import K3
+from k3_jax.model import abstract
 from k3_jax.quant import mxfp4
 from k3_jax.quant.mxfp4 import Mxfp4
 from k3_jax.tree import named_leaves, nest
@@ -163,9 +163,9 @@ def test_metadata_tells_model_source_options_and_the_hash_of_every_tensor(source
     assert meta["convert"]["source"] == str(source) and meta["convert"]["exact"] is True
     assert meta["convert"]["options"]["quantize"] == "" and meta["convert"]["format"] == 1
     assert meta["config"]["model"]["moe"]["n_experts"] == 8
-    told = gzip.decompress((converted / "0/source/sha256.gz").read_bytes()).decode()
+    told = gzip.decompress((converted / "0/source/blake3.gz").read_bytes()).decode()
     want = {
-        name: hashlib.sha256(tensor.read().tobytes()).hexdigest()
+        name: blake3(tensor.read().tobytes()).hexdigest()
         for name, tensor in read_index(source).items()
     }
     assert {line[66:]: line[:64] for line in told.splitlines()} == want
@@ -187,8 +187,7 @@ def test_packed_leaves_come_packed_and_split_as_the_model_is(source, converted):
     """T25: a device holds its own experts' bytes and no others."""
     with jax.set_mesh(make_mesh(fsdp=2, expert=4)):
         opened = open_checkpoint(str(converted), "bfloat16")
-        make = lambda: K3(opened.config, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
-        targets = named_leaves(jax.eval_shape(make))
+        targets = named_leaves(abstract(opened.config))
         with Store(converted) as store:
             leaves = read_leaves(store, 0, targets)
         packed = {name: x for name, x in leaves.items() if isinstance(x, Mxfp4)}
@@ -342,7 +341,7 @@ def test_verify_names_the_tensor_whose_byte_was_flipped(tmp_path, source, conver
     overwrite(tensor.file, tensor.stop - 1, bytes([last ^ 1]))
     assert convert.main(["verify", str(copy), str(converted)]) == 1
     out = capsys.readouterr().out
-    assert "layers.3.self_attn.kv_b_proj.weight: SHA-256" in out and "1 are not" in out
+    assert "layers.3.self_attn.kv_b_proj.weight: BLAKE3" in out and "1 are not" in out
 
 
 def test_stored_bytes_that_changed_are_not_released(tmp_path, source, monkeypatch):

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import PartitionSpec as P
 
 from k3_jax.axes import read
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checks import check_split
 from k3_jax.layers.moe import Moe, row_bound
 from k3_jax.loss import cross_entropy, next_tokens
+from k3_jax.model import K3, abstract
 from k3_jax.state import Rows
 from k3_jax.tree import named_leaves
 from sharding import ROUTED, act_spec, make_mesh, weight_spec
@@ -40,6 +42,19 @@ def documents():
     segments_BT[1, 20:], segments_BT[3, 9:], segments_BT[6, :5] = 2, 0, 3
     segments_BT[4, 8:], segments_BT[5, 15:17], segments_BT[5, 17:] = 2, 2, 3  # at a shard's edge
     return tokens_BT, segments_BT
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_abstract_model_is_what_making_one_gives(packed):
+    with on_mesh(fsdp=2, expert=2, tensor=2):
+        # Blocks of 32 inputs, a whole number of them on each device.
+        sizes = dict(packed=packed, latent_width=64, expert_width=64)
+        moe = dataclasses.replace(tiny.CONFIG.moe, **sizes)
+        c = tiny.config(moe=moe, dtype="bfloat16")
+        made, told = jax.eval_shape(lambda: K3(c, rngs=tiny.rngs())), abstract(c)
+    assert named_leaves(told) == named_leaves(made)
+    assert jax.tree.structure(told) == jax.tree.structure(made)
+    assert any(leaf.sharding.spec != P() for leaf in jax.tree.leaves(told))
 
 
 @jax.jit

@@ -1,17 +1,14 @@
 """The model as a whole: caches, documents, recomputation, placement."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from flax import nnx
 
 from k3_jax.axes import read
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import K3, cut_runs, fresh_cache, plan_blocks
+from k3_jax.model import abstract, cut_runs, fresh_cache, plan_blocks
 from k3_jax.tree import named_leaves
 
 
@@ -179,10 +176,7 @@ def test_the_bank_is_saved_once_and_a_group_costs_one_row(one_device):
     def kept(n_groups):
         layers = tuple(range(1, 2 * n_groups, 2))
         c = dict(n_layers=2 * n_groups, mla_layers=layers, block_layers=2 * n_groups, remat="group")
-        abstract = jax.eval_shape(
-            lambda: K3(tiny.config(**c), rngs=nnx.Rngs(params=jax.random.key(0)))
-        )
-        return saved_rows(abstract, 4096)
+        return saved_rows(abstract(tiny.config(**c)), 4096)
 
     few, many = kept(4), kept(14)
     assert 9.5 < many - few < 10.5
@@ -221,11 +215,8 @@ def test_forcing_the_choices_that_were_made_changes_nothing(one_device):
 
 def test_parameters_that_are_float32_in_the_release_stay_so(one_device):
     """T13: conv taps, a_log, decay bias, output norm and router bias, whatever `param_dtype`."""
-    make = functools.partial(K3, tiny.config(param_dtype="bfloat16"))
-    abstract = jax.eval_shape(lambda: make(rngs=nnx.Rngs(params=jax.random.key(0))))
-    exact = {
-        n.rsplit("/", 1)[1] for n, x in named_leaves(abstract).items() if x.dtype == jnp.float32
-    }
+    leaves = named_leaves(abstract(tiny.config(param_dtype="bfloat16")))
+    exact = {n.rsplit("/", 1)[1] for n, x in leaves.items() if x.dtype == jnp.float32}
     assert exact == {
         *("q_conv_WHk", "k_conv_WHk", "v_conv_WHv", "a_log_H", "decay_bias_Hk", "out_norm_v"),
         "router_bias_E",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
-from k3_jax.model import K3
+from k3_jax.model import K3, abstract
 from k3_jax.tree import named_leaves
 
 CONFIG = ModelConfig(
@@ -56,4 +56,4 @@ def rngs(seed: int = 0) -> nnx.Rngs:
 
 
 def leaf_names() -> list[str]:
-    return list(named_leaves(jax.eval_shape(lambda: K3(CONFIG, rngs=rngs()))))
+    return list(named_leaves(abstract(CONFIG)))

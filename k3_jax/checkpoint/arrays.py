@@ -15,7 +15,7 @@ import tensorstore as ts
 from etils import epath
 
 from k3_jax.checkpoint.manifest import is_local
-from k3_jax.checkpoint.safetensors import FormatError
+from k3_jax.checkpoint.safetensors import Buffer, FormatError
 from k3_jax.checkpoint.zarr import PlainFiles
 
 # Decoded chunks of a database that are kept: slices of one chunk are read one after another.
@@ -59,12 +59,19 @@ class StoredArrays:
             out["/".join(path[1:])] = ArrayInfo(array.dtype.numpy_dtype, tuple(array.shape))
         return out
 
-    def start(self, name: str, index: tuple) -> Callable[[], np.ndarray]:
-        """Starts to read a slice; what it returns gives it as a numpy array."""
+    def start(
+        self, name: str, index: tuple, buffer: Buffer | None = None
+    ) -> Callable[[], np.ndarray]:
+        """Starts to read a slice; what it returns gives it as a numpy array.
+
+        buffer: may be where the array lies.
+        """
         if name not in self._files:
             folder = self._state / name.replace("/", ".")
             self._files[name] = None if self._is_database else PlainFiles.open(folder)
-        if (files := self._files[name]) and (read := files.inside_a_chunk(index)):
+        if (files := self._files[name]) and (
+            read := files.inside_a_chunk(index, buffer or Buffer())
+        ):
             return read
         self._open_all([name])
         return self._open[name][index].read().result

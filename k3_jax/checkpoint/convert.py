@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "orbax-to-hf",
         help="a checkpoint of ours, converted or trained -> released safetensors",
         description="A converted checkpoint gives the files that it was made from, byte for byte, "
-        "each tensor checked against its recorded SHA-256. A trained one gives new files, an "
+        "each tensor checked against its recorded BLAKE3. A trained one gives new files, an "
         "index and a config.json that the GPU engines load.",
     )
     _add_paths(back, "run, checkpoints directory or step", "new directory, or an unfinished one")
@@ -78,7 +78,7 @@ def _add_lookers(commands):
     compare = commands.add_parser(
         "verify",
         help="compare two checkpoints of either format, tensor by tensor",
-        description="Compares names, dtypes, shapes and SHA-256 of bytes; exits with 1 when any "
+        description="Compares names, dtypes, shapes and BLAKE3 of bytes; exits with 1 when any "
         "differs.",
     )
     compare.add_argument("a", metavar="A")

@@ -1,15 +1,16 @@
 """Runs one job of a plan: pieces of tensors in, chunks of shards out."""
 
+import collections
 import contextlib
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
+from blake3 import blake3
 from etils import epath
 
 from k3_jax.checkpoint.hf import Entry, to_ours
 from k3_jax.checkpoint.plan import BFLOAT16, Job, Plan
-from k3_jax.checkpoint.safetensors import Stored
+from k3_jax.checkpoint.safetensors import Buffer, Stored
 from k3_jax.checkpoint.zarr import Array, Shard
 from k3_jax.config import ModelConfig
 from k3_jax.quant import mxfp4
@@ -28,7 +29,7 @@ class Filler:
         self._state, self._rule = state, rule
 
     def fill(self, job: Job) -> dict[str, str]:
-        """Writes the job's files; returns {key: SHA-256} of the tensors that it read."""
+        """Writes the job's files; returns {key: BLAKE3} of the tensors that it read."""
         sums = {}
         with contextlib.ExitStack() as stack:
             shards = []
@@ -37,7 +38,7 @@ class Filler:
                 shards.append(Shard(self._state, array, (*job.cell, *whole)))
                 stack.callback(shards[-1].discard)
             # Two handles of one file where two tensors of it are read side by side.
-            files, buffers = {}, {}
+            files, buffers = {}, collections.defaultdict(Buffer)
             for name in job.names:
                 entries = self._plan.table.get(name)
                 n = job.n_pieces(entries and entries[0])
@@ -48,12 +49,8 @@ class Filler:
                     at = place, tensor.file
                     if at not in files:
                         files[at] = stack.enter_context(tensor.file.open("rb"))
-                    sums[key] = hashlib.sha256()
-                    size = (tensor.stop - tensor.start) // n
-                    if len(buffers.get(place, ())) < size:
-                        buffers[place] = np.empty(size, np.uint8)
-                    pieces = tensor.pieces(files[at], n, buffers[place])
-                    streams.append(_hashed(pieces, sums[key]))
+                    sums[key] = blake3()
+                    streams.append(tensor.pieces(files[at], n, buffers[place], sums[key]))
                 for i, parts in enumerate(zip(*streams, strict=True)):
                     self._write(job, name, entries, i, parts, shards)
             for shard in shards:
@@ -103,9 +100,3 @@ def _put(shard: Shard, array: Array, at: tuple[int, ...], chunk: np.ndarray) -> 
     """`at` may leave out trailing zeros, or have the 0 of an array without axes too many."""
     rank = len(array.shape)
     shard.write((*at, *(0,) * rank)[:rank], chunk)
-
-
-def _hashed(pieces: Iterator[np.ndarray], total) -> Iterator[np.ndarray]:
-    for piece in pieces:
-        total.update(piece.reshape(-1).view(np.uint8))
-        yield piece.reshape(-1)

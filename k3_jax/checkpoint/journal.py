@@ -82,9 +82,10 @@ def check_space(target: epath.Path, n_bytes: int) -> None:
 def run_all(jobs: Iterable, run: Callable, journal: Journal, n_workers: int, say: Callable) -> dict:
     """Runs jobs (with `id` and `n_bytes`) in threads, each noted when done; returns the records.
 
+    The largest come first, so that the threads end together.
     At the first error no job is begun any more, those under way are finished, and it is raised.
     """
-    jobs = list(jobs)
+    jobs = sorted(jobs, key=lambda job: -job.n_bytes)
     total, done, n_done = sum(job.n_bytes for job in jobs), 0, 0
     records, start, told = {}, time.monotonic(), time.monotonic()
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from etils import epath
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3_jax.checkpoint import hf, manifest
@@ -20,7 +19,7 @@ from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checkpoint.to_orbax import FILES, SOURCE, STATE
 from k3_jax.checkpoint.tree import placed
 from k3_jax.config import ModelConfig, from_dict
-from k3_jax.model import K3
+from k3_jax.model import K3, abstract
 from k3_jax.quant import mxfp4
 from k3_jax.quant.mxfp4 import Mxfp4
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
@@ -94,7 +93,7 @@ def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_pack
     kept = dataclasses.replace(config, moe=moe)
 
     def load():
-        model = _abstract(config)
+        model = abstract(config)
         targets = named_leaves(model)
         with store:
             leaves = read_leaves(store, step, targets)
@@ -107,7 +106,7 @@ def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_pack
             elif is_mxfp4:
                 leaves[name] = widened(name, leaf, targets[name])
         if is_packed:
-            model = _abstract(kept)
+            model = abstract(kept)
             leaves = {
                 name: jax.device_put(leaves.pop(name), placed(target).sharding)
                 for name, target in named_leaves(model).items()
@@ -211,7 +210,7 @@ def _open_released(directory: epath.Path, precision: dict) -> Opened:
     read_index(directory)
 
     def load():
-        model = _abstract(config)
+        model = abstract(config)
         targets = named_leaves(model)
         arrays = hf.load(directory, config, targets)
         leaves = {n: jax.device_put(arrays.pop(n), placed(t).sharding) for n, t in targets.items()}
@@ -230,7 +229,3 @@ def eos_ids(directory) -> frozenset[int]:
             stated = section.get("eos_token_id")
             found.update(stated if isinstance(stated, list) else [stated])
     return frozenset(found - {None})
-
-
-def _abstract(config: ModelConfig) -> K3:
-    return jax.eval_shape(lambda: K3(config, rngs=nnx.Rngs(params=jax.random.key(0))))

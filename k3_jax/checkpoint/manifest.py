@@ -75,21 +75,23 @@ def fault(path: epath.Path) -> str | None:
 
 def _fingerprints(root: epath.Path) -> dict[str, list[int | None]]:
     """{name: [bytes, CRC-32 of a small file]} of all files below root."""
-    files, folders = [], [root]
+    files, folders = {}, [("", root)]
     while folders:
-        for entry in folders.pop().iterdir():
-            (folders if entry.is_dir() else files).append(entry)
-    files.sort()
+        prefix, folder = folders.pop()
+        for entry in folder.iterdir():
+            name = prefix + entry.name
+            if entry.is_dir():
+                folders.append((f"{name}/", entry))
+            else:
+                files[name] = entry
+    names = sorted(files)
 
-    def fingerprint(file: epath.Path) -> list[int | None]:
-        size = file.stat().length
-        return [size, zlib.crc32(file.read_bytes()) if size <= SMALL_BYTES else None]
+    def fingerprint(name: str) -> list[int | None]:
+        size = files[name].stat().length
+        return [size, zlib.crc32(files[name].read_bytes()) if size <= SMALL_BYTES else None]
 
     with ThreadPoolExecutor(LOCAL_THREADS if is_local(root) else THREADS) as pool:
-        return {
-            str(f.relative_to(root)): p
-            for f, p in zip(files, pool.map(fingerprint, files), strict=True)
-        }
+        return dict(zip(names, pool.map(fingerprint, names), strict=True))
 
 
 def is_unfinished(path: epath.Path) -> bool:

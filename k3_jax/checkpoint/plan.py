@@ -15,14 +15,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from k3_jax.checkpoint.hf import EXPERT, Entry, Matched, match, name_table, shape_of
 from k3_jax.checkpoint.safetensors import FormatError, without_collection
 from k3_jax.checkpoint.zarr import Array
 from k3_jax.config import ModelConfig
-from k3_jax.model import K3
+from k3_jax.model import abstract
 from k3_jax.quant import mxfp4
 from k3_jax.tree import named_leaves
 from sharding import AXES
@@ -109,8 +108,7 @@ def abstract_leaves(c: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     narrow = dataclasses.replace(c, param_dtype="bfloat16")
     mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.sharding.use_abstract_mesh(mesh):
-        make = lambda: K3(narrow, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
-        return named_leaves(jax.eval_shape(make))
+        return named_leaves(abstract(narrow))
 
 
 @without_collection()

@@ -24,11 +24,35 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
+BLOCK_BYTES = 512 << 10
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 class FormatError(ValueError):
     """A checkpoint's files are damaged, or are not those of the model; the message says which."""
+
+
+class Buffer:
+    """Memory for one piece after another. New memory for each costs as much as the reading."""
+
+    def __init__(self):
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, n: int) -> np.ndarray:
+        """`n` bytes; what was taken before is not used any more."""
+        if len(self._bytes) < n:
+            self._bytes = np.empty(n, np.uint8)
+        return self._bytes[:n]
+
+
+def blocks(array: np.ndarray) -> Iterator[memoryview]:
+    """The bytes of a contiguous array, a block at a time.
+
+    What is read, hashed and written by blocks stays in a core's cache from one to the next.
+    """
+    data = memoryview(array.reshape(-1).view(np.uint8))
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
 
 
 class Stored(NamedTuple):
@@ -42,25 +66,30 @@ class Stored(NamedTuple):
 
     def read(self) -> np.ndarray:
         with self.file.open("rb") as f:
-            return next(self.pieces(f, 1))
+            return next(self.pieces(f, 1)).reshape(self.shape)
 
-    def pieces(self, file, n: int, buffer: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    def pieces(
+        self, file, n: int, buffer: Buffer | None = None, total=None
+    ) -> Iterator[np.ndarray]:
         """The tensor as `n` equal byte ranges in order, from an open file.
 
         `n` divides the bytes of the tensor. The arrays are flat and have the tensor's dtype.
-        buffer: uint8, where each piece is put in place of the last; else each is a new array.
+        buffer: where each piece is put in place of the last; else each is a new array. total: a
+        hash that takes in what is read.
         """
         size = (self.stop - self.start) // n
         file.seek(self.start)
         for _ in range(n):
-            data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
-            have = 0
-            while have < size and (got := file.readinto(memoryview(data)[have:])):
-                have += got
-            if have < size:
-                raise FormatError(f"{self.file} ends inside a tensor: it is truncated")
-            piece = data.view(self.dtype)
-            yield piece.reshape(self.shape) if n == 1 else piece
+            data = (buffer or Buffer()).take(size)
+            for block in blocks(data):
+                have = 0
+                while have < len(block) and (got := file.readinto(block[have:])):
+                    have += got
+                if have < len(block):
+                    raise FormatError(f"{self.file} ends inside a tensor: it is truncated")
+                if total is not None:
+                    total.update(block)
+            yield data.view(self.dtype)
 
 
 @contextlib.contextmanager

@@ -11,13 +11,21 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from blake3 import blake3
 from etils import epath
 
 from k3_jax.checkpoint.hf_config import to_hf
 from k3_jax.checkpoint.journal import Journal, check_space, run_all
 from k3_jax.checkpoint.manifest import is_local
 from k3_jax.checkpoint.plan import DEFAULT, Options
-from k3_jax.checkpoint.safetensors import INDEX, FormatError, make_header, parse_header
+from k3_jax.checkpoint.safetensors import (
+    INDEX,
+    Buffer,
+    FormatError,
+    blocks,
+    make_header,
+    parse_header,
+)
 from k3_jax.checkpoint.to_orbax import SOURCE, copy_others
 from k3_jax.checkpoint.views import StoredView, find_step
 from k3_jax.checkpoint.zarr import replace_text, reserve
@@ -115,16 +123,17 @@ def _new_files(view: StoredView, limit: int) -> list[File]:
 def _write(view: StoredView, dst: epath.Path, file: File) -> dict:
     """Writes one file, each tensor against the hash that it had when it came in."""
     draft = dst / f"{file.id}.draft" if is_local(dst) else dst / file.id
+    buffer = Buffer()
     with draft.open("wb") as out:
         if is_local(dst):
             reserve(out, file.n_bytes)
         out.write(file.header)
         for key in file.keys:
-            total = hashlib.sha256()
-            for piece in view.pieces(key):
-                data = memoryview(piece.reshape(-1).view("u1"))
-                total.update(data)
-                out.write(data)
+            total = blake3()
+            for piece in view.pieces(key, buffer):
+                for block in blocks(piece):
+                    total.update(block)
+                    out.write(block)
             if view.recorded.get(key, total.hexdigest()) != total.hexdigest():
                 raise FormatError(f"{view.step}: {key} is not what was converted: bytes changed")
     if is_local(dst):

@@ -25,7 +25,7 @@ from k3_jax.config import ModelConfig, to_dict
 
 FORMAT = 1  # of what is stored: a journal of another one is not continued
 STEP, STATE, SOURCE = "0", "state", "source"
-FILES, HEADERS, HASHES = "files", "headers", "sha256.gz"
+FILES, HEADERS, HASHES = "files", "headers", "blake3.gz"
 
 
 class Source(NamedTuple):

@@ -1,6 +1,5 @@
 """Whether two checkpoints, of either format, hold the same tensors, and answer alike."""
 
-import hashlib
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from blake3 import blake3
 
 from k3_jax.checkpoint.load import open_checkpoint
+from k3_jax.checkpoint.safetensors import Buffer
 from k3_jax.checkpoint.views import View, open_view
 from k3_jax.model import K3
 from sharding import make_mesh
@@ -19,7 +20,7 @@ BATCH = 256  # tensors that a thread takes at once
 
 
 def differences(a: View, b: View, workers: int = 2) -> dict[str, str]:
-    """What differs, by tensor: presence, dtype, shape, or SHA-256 of the bytes.
+    """What differs, by tensor: presence, dtype, shape, or BLAKE3 of the bytes.
 
     Also a tensor whose bytes are not those that it had when it was converted.
     """
@@ -36,21 +37,26 @@ def differences(a: View, b: View, workers: int = 2) -> dict[str, str]:
             found[key] = f"{info.dtype} {info.shape} and {other.dtype} {other.shape}"
     with ThreadPoolExecutor(workers) as pool:
         batches = itertools.batched(same, BATCH)
-        for part in pool.map(lambda keys: [_difference(key, a, b) for key in keys], batches):
+        for part in pool.map(lambda keys: _differences_of(keys, a, b), batches):
             found |= {key: why for key, why in part if why}
     return found
 
 
-def _difference(key: str, a: View, b: View) -> tuple[str, str]:
+def _differences_of(keys, a: View, b: View) -> list[tuple[str, str]]:
+    buffer = Buffer()
+    return [_difference(key, a, b, buffer) for key in keys]
+
+
+def _difference(key: str, a: View, b: View, buffer: Buffer) -> tuple[str, str]:
     sums = []
     for view, which in ((a, "first"), (b, "second")):
-        total = hashlib.sha256()
-        for piece in view.pieces(key):
+        total = blake3()
+        for piece in view.pieces(key, buffer):
             total.update(piece.reshape(-1).view(np.uint8))
         sums.append(total.hexdigest())
         if view.recorded.get(key, sums[-1]) != sums[-1]:
             return key, f"the {which} has other bytes than were converted"
-    return key, "" if sums[0] == sums[1] else f"SHA-256 {sums[0][:16]} and {sums[1][:16]}"
+    return key, "" if sums[0] == sums[1] else f"BLAKE3 {sums[0][:16]} and {sums[1][:16]}"
 
 
 def verify(path_a, path_b, workers: int = 2, say: Callable = print) -> bool:
@@ -64,7 +70,7 @@ def verify(path_a, path_b, workers: int = 2, say: Callable = print) -> bool:
     if len(found) > 20:
         say(f"  and {len(found) - 20:,} more")
     n = len(views[0].tensors.keys() & views[1].tensors.keys() - found.keys())
-    say(f"{n:,} tensors are equal in name, dtype, shape and SHA-256, {len(found):,} are not")
+    say(f"{n:,} tensors are equal in name, dtype, shape and BLAKE3, {len(found):,} are not")
     return not found
 
 

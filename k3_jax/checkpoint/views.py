@@ -25,7 +25,7 @@ from k3_jax.checkpoint.plan import (
     abstract_leaves,
     n_pieces,
 )
-from k3_jax.checkpoint.safetensors import FormatError, parse_header, read_index
+from k3_jax.checkpoint.safetensors import Buffer, FormatError, parse_header, read_index
 from k3_jax.checkpoint.to_orbax import FILES, HASHES, HEADERS, SOURCE, STATE
 from k3_jax.config import ModelConfig, from_dict
 from k3_jax.quant import mxfp4
@@ -36,15 +36,16 @@ AHEAD = 3  # pieces that are being read while one is used
 class View(Protocol):
     """`tensors`: dtype and shape by key. `config`: None where none was found.
 
-    `pieces(key)` gives the tensor's bytes in order, as contiguous arrays of its dtype.
-    `recorded`: the SHA-256 of each tensor when it was converted, where that is known.
+    `pieces` gives the tensor's bytes in order, as contiguous arrays of its dtype, each good until
+    the next is asked for: they may all lie in the buffer.
+    `recorded`: the BLAKE3 of each tensor when it was converted, where that is known.
     """
 
     tensors: dict[str, ArrayInfo]
     config: ModelConfig | None
     recorded: dict[str, str]
 
-    def pieces(self, key: str) -> Iterator[np.ndarray]: ...
+    def pieces(self, key: str, buffer: Buffer) -> Iterator[np.ndarray]: ...
 
 
 def open_view(path) -> "ReleasedView | StoredView":
@@ -68,7 +69,7 @@ def find_step(path: epath.Path) -> epath.Path | None:
         steps = [step for _, step in reversed(steps)]
     if not steps:
         return None
-    faults = {step: manifest.fault(step) for step in steps[:1]}
+    faults = {}
     for step in steps:
         faults[step] = manifest.fault(step)
         if faults[step] is None:
@@ -89,11 +90,11 @@ class ReleasedView:
         self.config = from_hf(path, **precision) if path.exists() else None
         self.recorded: dict[str, str] = {}
 
-    def pieces(self, key: str) -> Iterator[np.ndarray]:
+    def pieces(self, key: str, buffer: Buffer) -> Iterator[np.ndarray]:
         tensor = self._stored[key]
         n = _n_pieces(tensor)
         with tensor.file.open("rb") as file:
-            yield from tensor.pieces(file, n)
+            yield from tensor.pieces(file, n, buffer)
 
 
 class Piece(NamedTuple):
@@ -186,34 +187,34 @@ class StoredView:
         path = self.step / SOURCE / FILES
         return path if path.exists() else None
 
-    def pieces(self, key: str) -> Iterator[np.ndarray]:
+    def pieces(self, key: str, buffer: Buffer) -> Iterator[np.ndarray]:
         name, part = self._where[key]
         info = self.tensors[key]
         if part == "kept":
-            read = self._kept(name, info)
+            read = self._kept(name, info, buffer)
         elif part == "plain":
             read = self._plain(name, info)
         else:
-            read = self._expert(name, part, info)
+            read = self._expert(name, part, info, buffer)
         for piece in _ahead(read):
             yield np.ascontiguousarray(piece)
 
-    def _kept(self, path, info):
+    def _kept(self, path, info, buffer):
         """Each reader starts its pieces' reads and returns how to finish each of them."""
         if not info.shape:
-            yield self._arrays.start(f"{VISION}/{path}", (0,))
+            yield self._arrays.start(f"{VISION}/{path}", (0,), buffer)
             return
         for cut in _cuts(info.shape[0], _n_pieces(info)):
-            yield self._arrays.start(f"{VISION}/{path}", (slice(*cut),))
+            yield self._arrays.start(f"{VISION}/{path}", (slice(*cut),), buffer)
 
-    def _expert(self, name, part, info):
+    def _expert(self, name, part, info, buffer):
         (entry,) = self._table[name]
         if entry.leaf + "/packed" not in self._info:
             yield lambda: self._quantized(name)[part == "scales"]
             return
         leaf = f"model/{entry.leaf}/" + ("packed" if part == "codes" else "scales")
         for cut in _cuts(info.shape[0], _n_pieces(info)):
-            yield self._arrays.start(leaf, (*entry.index, slice(*cut)))
+            yield self._arrays.start(leaf, (*entry.index, slice(*cut)), buffer)
 
     def _quantized(self, name) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of one expert; the last one is kept, for both are asked for in turn."""

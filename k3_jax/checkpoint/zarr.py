@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from k3_jax.checkpoint.manifest import is_local
-from k3_jax.checkpoint.safetensors import FormatError
+from k3_jax.checkpoint.safetensors import Buffer, FormatError, blocks
 
 HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 EMPTY = np.uint64(2**64 - 1)  # the place of a chunk that was not written
@@ -67,7 +67,8 @@ class Shard:
             raise AssertionError(f"chunk {at} of {self.path} is written twice")
         # As integers: numpy moves those faster than bfloat16, and memoryview knows them.
         plain = np.ascontiguousarray(chunk.view(f"u{chunk.itemsize}"))
-        self._file.write(plain.reshape(-1).view(np.uint8))
+        for block in blocks(plain):
+            self._file.write(block)
         self._places[at] = self._at, chunk.nbytes
         self._at += chunk.nbytes
 
@@ -111,10 +112,10 @@ class PlainFiles:
         dtype = np.dtype(told["data_type"])
         return cls(folder / "c", dtype, tuple(told["shape"]), shard, inner["chunk_shape"])
 
-    def inside_a_chunk(self, index: tuple) -> Callable[[], np.ndarray] | None:
+    def inside_a_chunk(self, index: tuple, buffer: Buffer) -> Callable[[], np.ndarray] | None:
         """How to read a slice that one chunk holds in one piece: numbers, then a range, then all.
 
-        None for any other slice.
+        None for any other slice. The bytes go to the buffer.
         """
         if [isinstance(i, slice) for i in index] != [False] * (len(index) - 1) + [True]:
             return None
@@ -136,11 +137,11 @@ class PlainFiles:
                 if cell not in self._places:
                     self._places[cell] = self._index(file)
                 start = int(self._places[cell][inner][0]) + cut.start % size * row
-                out = np.empty((cut.stop - cut.start, *rest), self._dtype)
+                data = buffer.take((cut.stop - cut.start) * row)
                 file.seek(start)
-                if file.readinto(out.reshape(-1).view(np.uint8)) != out.nbytes:
-                    raise FormatError(f"{path} is cut short: {out.nbytes} bytes at {start}")
-            return out
+                if file.readinto(data) != data.nbytes:
+                    raise FormatError(f"{path} is cut short: {data.nbytes} bytes at {start}")
+            return data.view(self._dtype).reshape(-1, *rest)
 
         return read
 
@@ -170,7 +171,7 @@ def write_tree(step: epath.Path, name: str, arrays: list[Array]) -> None:
     for array in arrays:
         folder = step / name / array.path
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / "zarr.json", json.dumps(_describe(array)))
+        (folder / "zarr.json").write_text(json.dumps(_describe(array)))
         keys = array.path.split(".")
         tree[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],

@@ -3,7 +3,8 @@
     python train.py --config configs/k3_tiny.py --workdir runs/tiny [--config.key=value ...]
 
 A run that was interrupted goes on from its newest whole checkpoint when the same command is given
-again. SIGTERM saves first and exits with 0.
+again. SIGTERM saves first and exits with 0. With --compile_only --topology=v5p:4x4x4 a step is
+compiled for that slice, which need not be here: does it fit, what does it move, how long at best.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from k3_jax import compile_only
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checks import check_run
 from k3_jax.config import TrainConfig, from_dict, to_dict
@@ -34,14 +36,22 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go
 PROCESSES = flags.DEFINE_string(
     "processes", None, "auto on the hosts of a pod, or HOST:PORT,n,i for the i-th of n processes"
 )
+COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile a step for --topology, no more")
+TOPOLOGY = flags.DEFINE_string("topology", None, "a TPU slice that need not be here: v5p:4x4x4")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(_):
+    if COMPILE_ONLY.value != bool(TOPOLOGY.value):
+        raise app.UsageError("--compile_only and --topology go together")
     try:
+        config = from_dict(TrainConfig, CONFIG.value)
+        if COMPILE_ONLY.value:
+            found = compile_only.train_report(config, TOPOLOGY.value)
+            return compile_only.tell("One step of training", found, WORKDIR.value)
         if PROCESSES.value:
             join(PROCESSES.value)
-        run(from_dict(TrainConfig, CONFIG.value), WORKDIR.value)
+        run(config, WORKDIR.value)
     except (ValueError, OSError, CheckpointError) as e:
         sys.exit(f"train.py: {e}")
 

@@ -2,7 +2,10 @@
 
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Op(NamedTuple):
@@ -29,6 +32,8 @@ ITEM_BYTES = {
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"),
     *("slice-start", "slice-done", "copy-done", "while", "conditional", "call", "partition-id"),
+    # Handed to the sparse cores: what they move counts once, at its custom-call-done.
+    *("custom-call-start", "custom-call-update"),
 }
 WORTH_A_ROW = 65536  # bytes moved by an operation without cycles
 
@@ -42,6 +47,76 @@ class Line(NamedTuple):
     operands: list
     is_root: bool
     text: str
+
+
+class Collective(NamedTuple):
+    """An exchange between devices: all its runs together. `sent` bytes leave a device in one run.
+
+    group: the devices, by their numbers in the mesh, that the first device exchanges with, itself
+    too; of a permutation, a device and the one that it sends to.
+    """
+
+    opcode: str
+    runs: int
+    sent: float
+    group: tuple[int, ...]
+
+
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    "collective-permute",
+)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every exchange of a compiled program. A ragged one counts as if every row were sent."""
+    bodies = computations(text)
+    return list(_exchanges(bodies, bodies["ENTRY"], 1))
+
+
+def _exchanges(bodies, lines, runs) -> Iterator[Collective]:
+    by_name = {line.name: line for line in lines}
+    for line in lines:
+        if line.opcode == "while":
+            times = runs * (_trips(bodies, by_name, line) or 1)
+            yield from _exchanges(bodies, bodies[_named(line.text, "body")], times)
+        where = r"(?:calls|to_apply|_computation|called_computations)=\{?%([\w.\-]+)"
+        for called in re.findall(where, line.text):
+            if line.opcode in ("call", "conditional", "async-start", "fusion", "custom-call-start"):
+                yield from _exchanges(bodies, bodies.get(called, []), runs)
+        opcode = line.opcode.removesuffix("-start")
+        if opcode not in COLLECTIVES:
+            continue
+        group = _group(line.text)
+        n = len(group)
+        of = line.operands[:1] if opcode == "ragged-all-to-all" else line.operands
+        sent = sum(_bytes(by_name[x].type) for x in of if x in by_name)
+        share = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
+        yield Collective(opcode, runs, sent * share.get(opcode, (n - 1) / n), group)
+
+
+def _group(text: str) -> tuple[int, ...]:
+    """The first of an exchange's groups of devices."""
+    if pair := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return int(pair.group(1)), int(pair.group(2))
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return tuple(int(n) for n in listed.group(1).split(","))
+    if named := re.search(r"replica_groups=mesh\[([^]]*)\] ?\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named.group(1)))
+        axes = re.findall(r"'(\w+)'", named.group(2))
+        ids = np.arange(math.prod(map(int, sizes.values()))).reshape([*map(int, sizes.values())])
+        return tuple(ids[tuple(slice(None) if a in axes else 0 for a in sizes)].flat)
+    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if counted is None:
+        return (0,)
+    shape, dims, order = ([int(n) for n in (x or "").split(",") if n] for x in counted.groups())
+    ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
+    return tuple(ids.reshape(shape)[0].tolist())
+
+
+def _bytes(types: str) -> int:
+    """Of a type, in whatever memory it lies."""
+    return type_bytes(re.sub(r"S\(\d+\)", "", types))
 
 
 def operations(text: str) -> list[Op]:

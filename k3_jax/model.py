@@ -2,14 +2,17 @@
 
 import dataclasses
 import itertools
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from k3_jax.axes import ShapesOnly, normal, ones, own_ids, read, stacked, weight
 from k3_jax.config import ModelConfig
-from k3_jax.layers.attn_res import AttnRes
+from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
@@ -19,43 +22,53 @@ from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from pallas_kernels.common import dot32
 from sharding import act_spec, on_shards, present
 
-# One part of an AttnRes block: equal groups of consecutive layers, by their indices.
+# Equal groups of consecutive layers, by their indices, that share one program under a scan.
 Part = tuple[tuple[int, ...], ...]
 
 
-def plan_blocks(c: ModelConfig) -> list[list[Part]]:
-    """Cut the layers into AttnRes blocks, blocks into groups that end with an MLA layer.
+class Alike(NamedTuple):
+    """Consecutive AttnRes blocks of the same layers, which share one program under a scan.
 
-    A block's parts are its opening group, the groups after it that are alike and share one program
-    under a scan, and what is left over, such as the released model's lone last MLA layer. The
-    opening group is apart because its first layer reads the bank alone (and, in block 0, has the
-    dense FFN).
+    A part has the groups of all `n_blocks` blocks, block by block.
     """
 
-    def kinds(layers):
-        return [(i in c.mla_layers, i < c.n_dense) for i in layers]
+    n_blocks: int
+    parts: tuple[Part, ...]
 
+
+def plan_blocks(c: ModelConfig) -> list[Alike]:
+    """Cut the layers into AttnRes blocks, blocks into groups that end with an MLA layer.
+
+    Groups that are alike make up a part of their block, and blocks that are alike are one entry:
+    of the released model's eight the first is apart (layer 0 has the dense FFN), the last has a
+    lone MLA layer at its end, and the six between them are one.
+    """
     unit = min(c.mla_layers[0] + 1 if c.mla_layers else c.block_layers, c.block_layers)
-    plans = []
+    blocks = []
     for start in range(0, c.n_layers, c.block_layers):
         layers = range(start, min(start + c.block_layers, c.n_layers))
         groups = [tuple(layers[i : i + unit]) for i in range(0, len(layers), unit)]
-        opening, *others = groups
-        n_alike = 0
-        while n_alike < len(others) and kinds(others[n_alike]) == kinds(others[0]):
-            n_alike += 1
-        parts = [(opening,), tuple(others[:n_alike]), *((g,) for g in others[n_alike:])]
-        plans.append([part for part in parts if part])
-    return plans
+        alike = itertools.groupby(groups, key=lambda group: [layer_kind(c, i) for i in group])
+        blocks.append([tuple(part) for _, part in alike])
+
+    def kinds(parts):
+        return [[[layer_kind(c, i) for i in group] for group in part] for part in parts]
+
+    plan = []
+    for _, found in itertools.groupby(blocks, key=kinds):
+        found = list(found)
+        plan.append(Alike(len(found), tuple(sum(part, ()) for part in zip(*found, strict=True))))
+    return plan
 
 
-def cut_runs(c: ModelConfig, indices: tuple[int, ...], is_opening: bool) -> list[list[int]]:
-    """A group's layers as runs of equal ones; the first layer of a block is a run of its own."""
+def layer_kind(c: ModelConfig, index: int) -> tuple[bool, bool]:
+    """Whether a layer has MLA, and whether it has the dense FFN."""
+    return index in c.mla_layers, index < c.n_dense
 
-    def kind(i):
-        return i in c.mla_layers, i < c.n_dense, is_opening and i == indices[0]
 
-    return [list(run) for _, run in itertools.groupby(indices, key=kind)]
+def cut_runs(c: ModelConfig, group: tuple[int, ...]) -> list[list[int]]:
+    """A group's layers as runs of equal ones."""
+    return [list(run) for _, run in itertools.groupby(group, key=partial(layer_kind, c))]
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +99,12 @@ class Layer(nnx.Module):
         self.attn = (Mla if index in c.mla_layers else Kda)(c, rngs=rngs)
         self.ffn = (DenseFfn if index < c.n_dense else Moe)(c, rngs=rngs)
 
-    def __call__(self, sum_BTD, bank, rows: Rows, cache, forced_BTA):
-        """The block's running sum after this layer; `sum_BTD` is None in a block's first layer."""
-        x_BTD = self.attn_res(bank if sum_BTD is None else (*bank, sum_BTD))
+    def __call__(self, sum_BTD, is_first, bank: Bank, rows: Rows, cache, forced_BTA):
+        """The block's running sum after this layer; `is_first` in the block, it starts anew."""
+        x_BTD = self.attn_res(sum_BTD, bank, has_sum=~is_first)
         y_BTD, cache = self.attn(rms_norm(x_BTD, read(self.attn_norm_D), self.eps), rows, cache)
-        sum_BTD = y_BTD if sum_BTD is None else sum_BTD + y_BTD
-        x_BTD = self.ffn_res((*bank, sum_BTD))
+        sum_BTD = jnp.where(is_first, jnp.zeros((), y_BTD.dtype), sum_BTD) + y_BTD
+        x_BTD = self.ffn_res(sum_BTD, bank, has_sum=True)
         y_BTD, routing = self.ffn(
             rms_norm(x_BTD, read(self.ffn_norm_D), self.eps), rows, forced_BTA
         )
@@ -101,22 +114,28 @@ class Layer(nnx.Module):
 class Group(nnx.Module):
     """Consecutive layers as runs of equal ones, each run stacked and scanned."""
 
-    def __init__(
-        self, c: ModelConfig, indices: tuple[int, ...], is_opening: bool, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, c: ModelConfig, indices: tuple[int, ...], *, rngs: nnx.Rngs):
         self.remat = c.remat
-        runs = cut_runs(c, indices, is_opening)
+        runs = cut_runs(c, indices)
         self.lengths = tuple(len(run) for run in runs)
         self.is_moe = tuple(run[0] >= c.n_dense for run in runs)
         self.runs = nnx.List([stacked(Layer, c, run[0], n=len(run), rngs=rngs) for run in runs])
 
-    def __call__(self, sum_BTD, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The sum after the group, and per run (caches, routing, sums)."""
+    @property
+    def n_moe(self) -> int:
+        """Its MoE layers."""
+        return sum(n for n, is_moe in zip(self.lengths, self.is_moe, strict=True) if is_moe)
+
+    def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, keep_stream):
+        """The sum after the group, and per run (caches, routing, sums).
+
+        is_first: the group is its block's first.
+        """
 
         def step(sum_BTD, xs):
-            layer, cache, forced_BTA = xs
+            layer, is_first, cache, forced_BTA = xs
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
-            sum_BTD, cache, routing = run(layer, sum_BTD, bank, rows, cache, forced_BTA)
+            sum_BTD, cache, routing = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
             return sum_BTD, (cache, routing, sum_BTD if keep_stream else None)
 
         found, z = [], 0
@@ -125,44 +144,76 @@ class Group(nnx.Module):
             if forced_ZBTA is not None and self.is_moe[r]:
                 forced, z = forced_ZBTA[z : z + n], z + n
             cache = None if caches is None else caches[r]
-            sum_BTD, out = repeat(step, sum_BTD, (layers, cache, forced), n)
+            firsts = (np.arange(n) == 0) & (r == 0) & is_first
+            sum_BTD, out = repeat(step, sum_BTD, (layers, firsts, cache, forced), n)
             found.append(out)
         return sum_BTD, tuple(zip(*found, strict=True))
 
 
-class Block(nnx.Module):
-    """One AttnRes block. The bank's rows are constants of its scans: each is saved once (T31)."""
+class Blocks(nnx.Module):
+    """AttnRes blocks that are alike. The bank's rows are constants of a block's scans: each is
+    saved once in a block (T31)."""
 
-    def __init__(self, c: ModelConfig, plan: list[Part], *, rngs: nnx.Rngs):
-        self.remat = c.remat
-        self.lengths = tuple(len(part) for part in plan)
-        self.parts = nnx.List(
-            [stacked(Group, c, p[0], p is plan[0], n=len(p), rngs=rngs) for p in plan]
-        )
+    def __init__(self, c: ModelConfig, plan: Alike, *, rngs: nnx.Rngs):
+        self.remat, self.n_blocks = c.remat, plan.n_blocks
+        # Groups of each part in one block.
+        self.lengths = tuple(len(part) // plan.n_blocks for part in plan.parts)
+        self.parts = nnx.List([stacked(Group, c, p[0], n=len(p), rngs=rngs) for p in plan.parts])
 
-    def __call__(self, bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The block's sum; its caches, the routing of its MoE layers and its sums, in order."""
+    def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
+        """The sum of the last block and the bank with what came before it; then the caches, the
+        routing of the MoE layers and the sums, in the layers' order."""
+        n, given = self.n_blocks, (list(self.parts), caches, forced_ZBTA)
 
+        def step(carry, xs):
+            (sum_BTD, made), (i, *xs) = carry, xs
+            made = tuple(jnp.where(i == k, sum_BTD, row) for k, row in enumerate(made))
+            here = Bank((*bank.rows, *made), (*bank.is_there, *(k <= i for k in range(n))))
+            sum_BTD, out = self._block(sum_BTD, here, rows, *xs, keep_stream)
+            return (sum_BTD, made), out
+
+        # Room for the sum before each of these blocks.
+        made = (jnp.zeros_like(sum_BTD),) * n
+        xs = (np.arange(n), *jax.tree.map(partial(_split, n), given))
+        (sum_BTD, made), out = repeat(step, (sum_BTD, made), xs, n)
+        bank = Bank((*bank.rows, *made), (*bank.is_there, *(True,) * n))
+        return sum_BTD, bank, jax.tree.map(_join, out)
+
+    @property
+    def n_moe(self) -> int:
+        """MoE layers in all of the blocks."""
+        groups = zip(self.parts, self.lengths, strict=True)
+        return self.n_blocks * sum(n * group.n_moe for group, n in groups)
+
+    def _block(self, sum_BTD, bank, rows, parts, caches, forced_ZBTA, keep_stream):
         def step(sum_BTD, xs):
-            group, cache, forced_ZBTA = xs
+            group, is_first, cache, forced_ZBTA = xs
             run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
-            return run(group, sum_BTD, bank, rows, cache, forced_ZBTA)
+            return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA)
 
-        sum_BTD, after, routing, stream, z = None, [], [], [], 0
-        for p, (groups, n) in enumerate(zip(self.parts, self.lengths, strict=True)):
-            n_moe = sum(
-                k for k, is_moe in zip(groups.lengths, groups.is_moe, strict=True) if is_moe
-            )
+        after, routing, stream, z = [], [], [], 0
+        for p, (groups, n) in enumerate(zip(parts, self.lengths, strict=True)):
             forced = None
             if forced_ZBTA is not None:
-                forced = forced_ZBTA[z : z + n * n_moe]
-                forced, z = forced.reshape(n, n_moe, *forced.shape[1:]), z + n * n_moe
+                forced = _split(n, forced_ZBTA[z : z + n * groups.n_moe])
+                z += n * groups.n_moe
             cache = None if caches is None else caches[p]
-            sum_BTD, (cache, chosen, sums) = repeat(step, sum_BTD, (groups, cache, forced), n)
-            after.append(cache)
-            routing += in_order(chosen)
-            stream += in_order(sums)
-        return sum_BTD, (tuple(after), routing, stream)
+            firsts = (np.arange(n) == 0) & (p == 0)
+            sum_BTD, out = repeat(step, sum_BTD, (groups, firsts, cache, forced), n)
+            after.append(out[0])
+            routing += in_order(out[1])
+            stream += in_order(out[2])
+        return sum_BTD, (tuple(after), _concatenate(routing), _concatenate(stream))
+
+
+def _split(n: int, x):
+    """[n * a, ...] -> [n, a, ...]"""
+    return x.reshape(n, -1, *x.shape[1:])
+
+
+def _join(x):
+    """[n, a, ...] -> [n * a, ...]"""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def repeat(step, carry, xs, n: int):
@@ -189,7 +240,7 @@ class K3(nnx.Module):
         dims = dict(V=c.vocab_size, D=c.width)
         self.config = c
         self.embed_VD = weight(rngs, "VD", dims, c.param_dtype, normal(c.init_std))
-        self.blocks = nnx.List([Block(c, plan, rngs=rngs) for plan in plan_blocks(c)])
+        self.blocks = nnx.List([Blocks(c, plan, rngs=rngs) for plan in plan_blocks(c)])
         self.out_res = AttnRes(c, rngs=rngs)
         self.out_norm_D = weight(rngs, "D", dims, c.param_dtype, ones)
         self.head_DV = weight(rngs, "DV", dims, c.param_dtype, normal(c.init_std))
@@ -231,17 +282,17 @@ class K3(nnx.Module):
             real_BT = segments_BT != 0
             slots_BT = cache.length_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1))
-        bank, sum_BTD = (), jax.reshard(x_BTD, act_spec("BTD"))
+        bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
         after, routing, stream, z = [], [], [], 0
-        for i, block in enumerate(self.blocks):
-            bank = (*bank, sum_BTD)
+        for i, blocks in enumerate(self.blocks):
             caches = None if cache is None else cache.blocks[i]
-            forced = None if forced_ZBTA is None else forced_ZBTA[z:]
-            sum_BTD, (caches, chosen, sums) = block(bank, rows, caches, forced, keep_stream)
-            after.append(caches)
-            routing, stream = routing + chosen, stream + sums
-            z += sum(len(x.n_dropped) for x in chosen)
-        mixed_BTD = self.out_res((*bank, sum_BTD))
+            forced = None
+            if forced_ZBTA is not None:
+                forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
+            sum_BTD, bank, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
+            for kept, found in zip((after, routing, stream), out, strict=True):
+                kept += [] if found is None else [found]
+        mixed_BTD = self.out_res(sum_BTD, bank, has_sum=True)
         hidden_BTD = rms_norm(mixed_BTD, read(self.out_norm_D), self.config.norm_eps)
         if cache is not None:
             cache = K3Cache(tuple(after), cache.length_B + jnp.sum(real_BT, axis=1))
@@ -272,9 +323,7 @@ def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:
         return fresh_kda(c, n_rows, lead)
 
     blocks = tuple(
-        tuple(
-            tuple(run(r, len(part)) for r in cut_runs(c, part[0], part is plan[0])) for part in plan
-        )
+        tuple(tuple(run(r, len(part)) for r in cut_runs(c, part[0])) for part in plan.parts)
         for plan in plan_blocks(c)
     )
     return K3Cache(blocks, zeros((n_rows,), jnp.int32, "B"))

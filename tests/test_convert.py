@@ -148,7 +148,7 @@ def test_the_stored_tree_has_the_paths_of_the_model_and_released_bytes(source, c
     for name, leaf in model.items():
         if name in info:
             assert (info[name].dtype, info[name].shape) == (leaf.dtype, leaf.shape), name
-    # Layer 2 is the second layer of the second run of block 0's opening group.
+    # Layer 2 is the second layer of the second run of the first group.
     folder = "model/blocks/0/parts/0/runs/1/ffn/expert_down_EFL"
     released_name = "language_model.model.layers.2.block_sparse_moe.experts.5.w2.weight"
     for part, end in (("packed", "_packed"), ("scales", "_scale")):
@@ -161,7 +161,10 @@ def test_the_stored_tree_has_the_paths_of_the_model_and_released_bytes(source, c
 def test_metadata_tells_model_source_options_and_the_hash_of_every_tensor(source, converted):
     meta = Store(converted).read_meta()
     assert meta["convert"]["source"] == str(source) and meta["convert"]["exact"] is True
-    assert meta["convert"]["options"]["quantize"] == "" and meta["convert"]["format"] == 1
+    assert (
+        meta["convert"]["options"]["quantize"] == ""
+        and meta["convert"]["format"] == to_orbax.FORMAT
+    )
     assert meta["config"]["model"]["moe"]["n_experts"] == 8
     told = gzip.decompress((converted / "0/source/blake3.gz").read_bytes()).decode()
     want = {

@@ -71,11 +71,11 @@ def test_no_piece_of_the_release_is_large_and_no_host_reads_a_whole_stack(whole)
     """T25: a chunk, the least that a reader holds, is one expert's matrix or less than 17 MiB."""
     for array in whole.arrays.values():
         assert math.prod(array.chunk) * array.dtype.itemsize <= 17 << 20, array
-    packed = whole.arrays["model.blocks.1.parts.1.runs.1.ffn.gate_ELF.packed"]
+    packed = whole.arrays["model.blocks.1.parts.0.runs.1.ffn.gate_ELF.packed"]
     assert packed.shape[2:] == (896, 3072, 1792) and packed.chunk[2:] == (1, 3072, 1792)
     assert packed.shard[2] == 56
     # Cut along the axis that a mesh splits, too.
-    assert whole.arrays["model.blocks.1.parts.1.runs.0.attn.q_DHk"].chunk[2] == 7168 // 8
+    assert whole.arrays["model.blocks.1.parts.0.runs.0.attn.q_DHk"].chunk[2] == 7168 // 8
 
 
 def test_inspect_knows_the_release(source):

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from k3_jax import config as config_module
-from k3_jax.layers.attn_res import AttnRes
+from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.moe import Moe, spread
 from k3_jax.layers.norm import gated_rms_norm, rms_norm
 from k3_jax.loss import cross_entropy, next_tokens
@@ -84,7 +84,7 @@ def test_norms_of_zero_rows_have_finite_gradients():
 
 
 def test_the_mixture_is_its_definition(one_device):
-    """k3-facts 3.3: raw rows, keys normed, no scale; a lone candidate passes as it is."""
+    """k3-facts 3.3: raw rows, keys normed, no scale; what is not there yet has no part."""
     mix = AttnRes(tiny.CONFIG, rngs=tiny.rngs())
     mix.query_D[...] = jax.random.normal(jax.random.key(1), mix.query_D.shape)
     rows = [placed(jax.random.normal(jax.random.key(i), (2, 3, 32)) * 3**i) for i in range(3)]
@@ -92,10 +92,14 @@ def test_the_mixture_is_its_definition(one_device):
     keys = r / np.sqrt((r**2).mean(-1, keepdims=True) + 1e-5)
     scores = keys @ np.asarray(mix.norm_D[...] * mix.query_D[...], np.float64)
     weights = np.exp(scores) / np.exp(scores).sum(0)
+    want, poor = (weights[..., None] * r).sum(0), jnp.full_like(rows[0], 1e3)
+    close = dict(rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(
-        mix(tuple(rows)), (weights[..., None] * r).sum(0), rtol=1e-5, atol=1e-5
+        mix(rows[0], Bank(tuple(rows[1:]), (True, True)), True), want, **close
     )
-    assert mix((rows[0],)) is rows[0]
+    there = Bank((*rows, poor), (True, True, True, False))
+    np.testing.assert_allclose(mix(poor, there, has_sum=False), want, **close)
+    np.testing.assert_array_equal(mix(poor, Bank((rows[0],), (True,)), False), rows[0])
 
 
 def test_the_mixture_of_experts_is_a_loop_over_tokens(one_device):

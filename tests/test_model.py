@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from k3_jax.axes import read
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import abstract, cut_runs, fresh_cache, plan_blocks
+from k3_jax.model import Alike, Blocks, abstract, cut_runs, fresh_cache, plan_blocks
 from k3_jax.tree import named_leaves
 
 
@@ -223,15 +224,80 @@ def test_parameters_that_are_float32_in_the_release_stay_so(one_device):
     }
 
 
-def test_the_released_layers_fall_into_eight_blocks():
-    """Decision 6: eight openings, scans of two groups, the last layer alone."""
+def test_the_released_layers_fall_into_three_kinds_of_blocks():
+    """The first with the dense layer, six alike, the last with a lone MLA layer."""
     c = tiny.config(n_layers=93, mla_layers=(*range(3, 92, 4), 92), block_layers=12)
-    plans = plan_blocks(c)
-    assert [[len(part) for part in plan] for plan in plans] == [[1, 2]] * 7 + [[1, 1, 1]]
-    assert [i for plan in plans for part in plan for group in part for i in group] == list(
-        range(93)
+    first, alike, last = plans = plan_blocks(c)
+    assert [plan.n_blocks for plan in plans] == [1, 6, 1]
+    assert [[len(part) for part in plan.parts] for plan in plans] == [[1, 2], [18], [2, 1]]
+    groups = [group for plan in plans for part in plan.parts for group in part]
+    assert [i for group in groups for i in group] == list(range(93))
+    assert cut_runs(c, first.parts[0][0]) == [[0], [1, 2], [3]]
+    assert cut_runs(c, alike.parts[0][0]) == [[12, 13, 14], [15]]
+    assert last.parts[1] == ((92,),)
+
+
+ALIKE = dict(n_layers=13, mla_layers=(1, 3, 5, 7, 9, 11, 12), block_layers=4)
+
+
+def one_by_one(model):
+    """The same model with every block by itself, none under a scan over blocks."""
+    c, apart = model.config, []
+    for blocks, plan in zip(model.blocks, plan_blocks(c), strict=True):
+        n = plan.n_blocks
+        for i in range(n):
+            parts = tuple(part[i * len(part) // n :][: len(part) // n] for part in plan.parts)
+            made = Blocks(c, Alike(1, parts), rngs=tiny.rngs())
+            own = [x[i * len(x) // n :][: len(x) // n] for x in jax.tree.leaves(blocks)]
+            apart.append(jax.tree.unflatten(jax.tree.structure(made), own))
+    out = jax.tree.map(lambda x: x, model)
+    out.blocks = nnx.List(apart)
+    return out
+
+
+def test_blocks_that_are_alike_are_each_its_own(one_device):
+    """A scan over blocks with room for the rows to come: outputs, experts, sums and gradients."""
+    c = tiny.config(**ALIKE, remat="group")
+    assert [plan.n_blocks for plan in plan_blocks(c)] == [1, 2, 1]
+    model, x_BTD = (
+        tiny.model(**ALIKE, remat="group"),
+        jax.random.normal(jax.random.key(3), (2, 24, 32)),
     )
-    assert cut_runs(c, plans[0][0][0], True) == [[0], [1, 2], [3]]
-    assert cut_runs(c, plans[3][0][0], True) == [[36], [37, 38], [39]]
-    assert cut_runs(c, plans[3][1][0], False) == [[40, 41, 42], [43]]
-    assert plans[7][2] == ((92,),)
+    segments_BT = jnp.ones((2, 24), jnp.int32).at[0, 9:].set(2).at[1, 20:].set(0)
+
+    @jax.jit
+    def run(model, x_BTD):
+        def loss(model, x_BTD):
+            out = model(x_BTD, segments_BT, keep_stream=True)
+            return jnp.sum(jnp.sin(out.hidden_BTD) * (segments_BT != 0)[..., None]), out
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(model, x_BTD)
+
+    (_, got), (of_model, of_x) = run(model, x_BTD)
+    (_, want), (of_each, of_same_x) = run(one_by_one(model), x_BTD)
+    np.testing.assert_allclose(got.hidden_BTD, want.hidden_BTD, atol=2e-5)
+    np.testing.assert_allclose(got.stream_YBTD, want.stream_YBTD, atol=2e-5)
+    assert np.array_equal(got.routing.experts_BTA, want.routing.experts_BTA)
+    np.testing.assert_allclose(of_x, of_same_x, atol=1e-4)
+    pairs = zip(jax.tree.leaves(one_by_one(of_model)), jax.tree.leaves(of_each), strict=True)
+    for a, b in pairs:
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6
+
+
+def test_alike_blocks_keep_their_caches_apart(one_device):
+    """A prompt in two pieces and then a token, as without a cache."""
+    model = tiny.model(**ALIKE)
+    tokens_BT = tiny.tokens((2, 24))
+
+    @jax.jit
+    def run(model, cache, tokens_BT):
+        segments_BT = jnp.ones(tokens_BT.shape, jnp.int32)
+        out = model(model.embed(tokens_BT), segments_BT, cache)
+        return out.hidden_BTD, out.cache
+
+    whole, _ = run(model, None, tokens_BT)
+    cache, found = fresh_cache(model.config, 2, 24), []
+    for piece in (slice(0, 16), slice(16, 23), slice(23, 24)):
+        hidden_BTD, cache = run(model, cache, tokens_BT[:, piece])
+        found.append(hidden_BTD)
+    np.testing.assert_allclose(jnp.concatenate(found, 1), whole, atol=1e-4)

@@ -135,9 +135,9 @@ def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
     """For each layer, its folder in our tree and its index on the two stacked axes."""
     places = {}
     for b, plan in enumerate(plan_blocks(c)):
-        for p, part in enumerate(plan):
+        for p, part in enumerate(plan.parts):
             for g, group in enumerate(part):
-                for r, run in enumerate(cut_runs(c, group, p == 0)):
+                for r, run in enumerate(cut_runs(c, group)):
                     folder = f"blocks/{b}/parts/{p}/runs/{r}"
                     places |= {layer: (folder, (g, j)) for j, layer in enumerate(run)}
     return [places[i] for i in range(c.n_layers)]

@@ -23,7 +23,7 @@ from k3_jax.checkpoint.safetensors import INDEX, Stored, names_in, raw_header, r
 from k3_jax.checkpoint.zarr import replace_text, write_tree
 from k3_jax.config import ModelConfig, to_dict
 
-FORMAT = 1  # of what is stored: a journal of another one is not continued
+FORMAT = 2  # of what is stored: a journal of another one is not continued
 STEP, STATE, SOURCE = "0", "state", "source"
 FILES, HEADERS, HASHES = "files", "headers", "blake3.gz"
 

@@ -1,5 +1,7 @@
 """Attention Residuals: a sub-layer reads a learned mixture of the stream's earlier sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,15 +28,27 @@ class AttnRes(nnx.Module):
         self.norm_D = weight(rngs, "D", dims, c.param_dtype, ones)
         self.query_D = weight(rngs, "D", dims, c.param_dtype, zeros)
 
-    def __call__(self, candidates: tuple[jax.Array, ...]):
-        """J rows [B, T, D], oldest first -> their mixture [B, T, D]; a lone one is its own."""
-        if len(candidates) == 1:
-            return candidates[0]
+    def __call__(self, sum_BTD, bank: "Bank", has_sum):
+        """The mixture [B, T, D] of the bank's rows and, where `has_sum`, of the running sum."""
+        rows, there = (sum_BTD, *bank.rows), (has_sum, *bank.is_there)
+        is_there_J = jnp.stack([jnp.asarray(x, jnp.int32) for x in there])
         probe_D = read(self.norm_D, F32) * read(self.query_D, F32)
 
         def run(*args):
-            return mix(args[:-1], args[-1], eps=self.eps)
+            return mix(args[:-2], *args[-2:], eps=self.eps)
 
         # A Pallas call needs shard_map.
-        signature = ",".join(["BTD"] * len(candidates)) + ",D -> BTD"
-        return on_shards(run, signature)(*candidates, probe_D)
+        signature = ",".join(["BTD"] * len(rows)) + ",D,. -> BTD"
+        return on_shards(run, signature)(*rows, probe_D, is_there_J)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Bank:
+    """The sums of the blocks before this one, oldest first, the embedding among them.
+
+    rows: [B, T, D] each. is_there: for each row a bool, or 1, whether it has been made yet.
+    """
+
+    rows: tuple = ()
+    is_there: tuple = ()

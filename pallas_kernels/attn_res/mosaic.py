@@ -22,9 +22,10 @@ MOST = LANES // 2  # candidates: a score and a scale of each share a token's 128
 GROUP = 16  # rows of a bfloat16 tile
 STRIP = 512  # channels that stay in registers together
 MOST_ROWS = 256
+NEVER = -1e30  # the score of a candidate that takes no part: its weight is 0, in both directions
 
 
-def mix_mosaic(candidates, probe_D, *, eps, blocks=None, interpret=False):
+def mix_mosaic(candidates, probe_D, is_there_J, *, eps, blocks=None, interpret=False):
     """`mix` of 2 to 64 candidates. blocks: tokens a step, forward and backward; None asks the chip.
 
     Raises ValueError for other numbers, if D is no multiple of 128, or if 16 tokens do not fit
@@ -41,9 +42,10 @@ def mix_mosaic(candidates, probe_D, *, eps, blocks=None, interpret=False):
     if blocks is None:
         vmem = pltpu.get_tpu_info().vmem_capacity_bytes
         blocks = tuple(rows_per_step(B * T, J, D, itemsize, back, vmem) for back in (0, 1))
-    axes = frozenset().union(*(varying(x) for x in (*candidates, probe_D)))
+    axes = frozenset().union(*(varying(x) for x in (*candidates, probe_D, is_there_J)))
     rows = tuple(vary(x, axes).reshape(B * T, D) for x in candidates)
-    return _run((eps, blocks, interpret), rows, vary(probe_D, axes)).reshape(B, T, D)
+    probe_D, is_there_J = vary(probe_D, axes), vary(is_there_J, axes)
+    return _run((eps, blocks, interpret), rows, probe_D, is_there_J).reshape(B, T, D)
 
 
 def vmem_bytes(rows, J, D, itemsize, backward):
@@ -70,71 +72,80 @@ def rows_per_step(N, J, D, itemsize, backward, vmem):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, rows, probe_D):
+def _run(static, rows, probe_D, is_there_J):
     eps, (block, _), interpret = static
-    return forward(rows, probe_D, eps=eps, block=block, saves=False, interpret=interpret)[0]
+    how = dict(eps=eps, block=block, saves=False, interpret=interpret)
+    return forward(rows, probe_D, is_there_J, **how)[0]
 
 
-def _run_fwd(static, rows, probe_D):
+def _run_fwd(static, rows, probe_D, is_there_J):
     eps, (block, _), interpret = static
-    y_ND, stats_Nl = forward(rows, probe_D, eps=eps, block=block, interpret=interpret)
-    return y_ND, (rows, probe_D, stats_Nl)
+    y_ND, stats_Nl = forward(rows, probe_D, is_there_J, eps=eps, block=block, interpret=interpret)
+    return y_ND, (rows, probe_D, is_there_J, stats_Nl)
 
 
 def _run_bwd(static, kept, dy_ND):
     _, (_, block), interpret = static
-    return backward(*kept, dy_ND, block=block, interpret=interpret)
+    return *backward(*kept, dy_ND, block=block, interpret=interpret), None
 
 
 _run.defvjp(_run_fwd, _run_bwd)
 
 
-def forward(rows, probe_D, *, eps, block, saves=True, interpret=False):
+def forward(rows, probe_D, is_there_J, *, eps, block, saves=True, interpret=False):
     """J rows [N, D] -> [N, D] and, with saves, [N, 128]: scores on lanes 0.., scales on 64.. ."""
     (N, D), dtype = rows[0].shape, rows[0].dtype
     out = [((N, D), dtype)] + [((N, LANES), F32)] * saves
     kernel = functools.partial(_forward_kernel, J=len(rows), eps=eps)
-    return _call(kernel, "mix_forward", (*rows, probe_D), out, len(rows), 2, block, interpret)
+    args = (*rows, probe_D)
+    return _call(kernel, "mix_forward", is_there_J, args, out, len(rows), 2, block, interpret)
 
 
-def backward(rows, probe_D, stats_Nl, dy_ND, *, block, interpret=False):
+def backward(rows, probe_D, is_there_J, stats_Nl, dy_ND, *, block, interpret=False):
     """Gradients of the rows, in their dtype, and of the probe, in float32."""
     (N, D), dtype, J = rows[0].shape, rows[0].dtype, len(rows)
     out = [((N, D), dtype)] * J + [((pl.cdiv(N, block), 1, D), F32)]
     kernel = functools.partial(_backward_kernel, J=J, N=N)
     args = (*rows, probe_D, stats_Nl, dy_ND)
-    *drows, dprobes = _call(kernel, "mix_backward", args, out, J, 3, block, interpret)
+    *drows, dprobes = _call(kernel, "mix_backward", is_there_J, args, out, J, 3, block, interpret)
     return tuple(drows), jnp.sum(dprobes, (0, 1))
 
 
-def _call(kernel, name, args, out, J, n_sums, block, interpret):
+def _call(kernel, name, is_there_J, args, out, J, n_sums, block, interpret):
     (N, D), dtype = args[0].shape, args[0].dtype
     axes = jax.typeof(args[0]).manual_axis_type
     backward = name == "mix_backward"
 
+    def candidate(j):
+        # One that takes no part is read once, whole steps never.
+        return pl.BlockSpec((block, D), lambda i, is_there: (i * is_there[j], 0))
+
     def spec(shape):
         if len(shape) == 2 and shape[0] == N:
-            return pl.BlockSpec((block, shape[1]), lambda i: (i, 0))
+            return pl.BlockSpec((block, shape[1]), lambda i, _: (i, 0))
         if len(shape) == 3:
-            return pl.BlockSpec((None, *shape[1:]), lambda i: (i, 0, 0))
-        return pl.BlockSpec(shape, lambda i: (0, 0))
+            return pl.BlockSpec((None, *shape[1:]), lambda i, _: (i, 0, 0))
+        return pl.BlockSpec(shape, lambda i, _: (0, 0))
 
     args = [jnp.broadcast_to(x, (8, D)) if x.ndim == 1 else x for x in args]
     return pl.pallas_call(
         kernel,
         name=name,
-        grid=(pl.cdiv(N, block),),
-        in_specs=[spec(x.shape) for x in args],
-        out_specs=[spec(shape) for shape, _ in out],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(N, block),),
+            in_specs=[candidate(j) for j in range(J)] + [spec(x.shape) for x in args[J:]],
+            out_specs=[spec(shape) for shape, _ in out],
+            scratch_shapes=[pltpu.VMEM((J, block, LANES), F32)] * n_sums
+            + [pltpu.VMEM((8, D), F32)] * backward,
+        ),
         out_shape=[jax.ShapeDtypeStruct(*o, manual_axis_type=axes) for o in out],
-        scratch_shapes=[pltpu.VMEM((J, block, LANES), F32)] * n_sums
-        + [pltpu.VMEM((8, D), F32)] * backward,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_bytes(block, J, D, dtype.itemsize, backward) * 5 // 4,
         ),
         interpret=interpret,
-    )(*args)
+    )(is_there_J, *args)
 
 
 def _strips(D):
@@ -179,7 +190,7 @@ def _softmax(scores):
     return [p * whole for p in powers]
 
 
-def _forward_kernel(*refs, J, eps):
+def _forward_kernel(is_there, *refs, J, eps):
     rows, probe, y, squares, dots = refs[:J], refs[J], refs[J + 1], refs[-2], refs[-1]
     block, D = y.shape
 
@@ -196,6 +207,7 @@ def _forward_kernel(*refs, J, eps):
     _groups(block, add_up)
     scales = [jax.lax.rsqrt(_total(squares[j]) / D + eps) for j in range(J)]
     scores = [_total(dots[j]) * scales[j] for j in range(J)]
+    scores = [jnp.where(is_there[j] != 0, score, NEVER) for j, score in enumerate(scores)]
     if len(refs) > J + 4:
         stats, lane = jnp.zeros((block, LANES), F32), _lane(block)
         for j in range(J):
@@ -220,7 +232,7 @@ def _lane(rows):
     return jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
 
-def _backward_kernel(*refs, J, N):
+def _backward_kernel(_, *refs, J, N):
     """With s = c (x . p), c = 1 / sqrt(mean(x^2) + eps), w = softmax(s), dw = x . dy:
 
     ds = w (dw - sum w dw);  dx = w dy + ds c p - (ds s c^2 / D) x;  dp = sum over tokens ds c x.

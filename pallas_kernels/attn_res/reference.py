@@ -10,14 +10,14 @@ F32 = jnp.float32
 
 # The backward pass keeps the candidates as they are, not their float32 copies (T31).
 @functools.partial(jax.checkpoint, static_argnums=2)
-def mix_reference(candidates, probe_D, eps):
-    """sum_j softmax_j(row_j . probe / rms(row_j)) row_j; rows [B, T, D]."""
+def mix_reference(candidates, probe_D, eps, is_there_J):
+    """sum_j softmax_j(row_j . probe / rms(row_j)) row_j over those there are; rows [B, T, D]."""
     scores = []
     for row_BTD in candidates:
         row = row_BTD.astype(F32)
         scale = jax.lax.rsqrt(jnp.mean(row * row, axis=-1) + eps)
         scores.append(jnp.einsum("BTD,D->BT", row, probe_D, precision="highest") * scale)
-    weights_JBT = jax.nn.softmax(jnp.stack(scores), axis=0)
+    weights_JBT = jax.nn.softmax(jnp.stack(scores), axis=0, where=is_there_J[:, None, None] != 0)
     mixed = sum(
         w_BT[..., None] * row.astype(F32) for w_BT, row in zip(weights_JBT, candidates, strict=True)
     )

@@ -53,9 +53,28 @@ def with_gradients(fn):
 
 def interpreted(block, interpret=CAREFUL):
     def fn(rows, probe):
-        return mix_mosaic(rows, probe, eps=EPS, blocks=(block, block), interpret=interpret)
+        all_there = jnp.ones(len(rows), jnp.int32)
+        how = dict(eps=EPS, blocks=(block, block), interpret=interpret)
+        return mix_mosaic(rows, probe, all_there, **how)
 
     return with_gradients(fn)
+
+
+@pytest.mark.parametrize("impl", ["pallas", "reference"])
+def test_what_is_not_there_takes_no_part(impl):
+    """Forward and backward; its own gradient is exactly zero."""
+    rows, probe, dy = example(4, 1, 40, seed=6)
+    there = jnp.array([1, 0, 1, 0], jnp.int32)
+
+    def fn(rows, probe):
+        if impl == "pallas":
+            return mix_mosaic(rows, probe, there, eps=EPS, blocks=(16, 16), interpret=CAREFUL)
+        return mix(rows, probe, there, eps=EPS, impl=impl)
+
+    y, *drows, dprobe = with_gradients(fn)(rows, probe, dy)
+    want = defined((rows[0], rows[2]), probe, dy)
+    assert_close((y, drows[0], drows[2], dprobe), want, F32)
+    assert not np.any(drows[1]) and not np.any(drows[3])
 
 
 def gap(a, b):
@@ -131,7 +150,8 @@ def test_it_runs_on_shards_with_their_types_checked():
     )
 
     def local(rows, probe):
-        return mix_mosaic(rows, probe, eps=EPS, blocks=(16, 16), interpret=CAREFUL)
+        all_there = jnp.ones(len(rows), jnp.int32)
+        return mix_mosaic(rows, probe, all_there, eps=EPS, blocks=(16, 16), interpret=CAREFUL)
 
     sharded = jax.shard_map(
         local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=True
@@ -164,6 +184,8 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         mix((rows[0], rows[1][:, :3]), probe, eps=EPS)
     with pytest.raises(ValueError, match=r"probe must be float32 \(40,\); got float32 \(39,\)"):
         mix(rows, probe[:-1], eps=EPS)
+    with pytest.raises(ValueError, match=r"is_there_J must be int32 \(2,\); got int32 \(3,\)"):
+        mix(rows, probe, jnp.ones(3, jnp.int32), eps=EPS)
     with pytest.raises(ValueError, match="at least one"):
         mix((), probe, eps=EPS)
     with pytest.raises(ValueError, match="16 tokens of 64 candidates of D=7168 need"):

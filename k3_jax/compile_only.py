@@ -1,0 +1,237 @@
+"""A program compiled for TPUs that are not here: does it fit, what does it move, how long at best.
+
+libtpu compiles ahead of time for a described slice; no weight is made. Memory is the compiler's
+figure for one device, traffic that of the compiled text (`k3_jax.hlo`). Seconds are arithmetic with
+public figures (`k3_jax.chips`); nothing is measured. They are told twice: with compute, HBM and
+links all overlapping, where the longest is the step, and one after another, where their sum is.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+
+from k3_jax.checkpoint.tree import placed
+from k3_jax.checks import check_run
+from k3_jax.chips import CHIPS, Chip
+from k3_jax.config import TrainConfig
+from k3_jax.flops import train_flops_per_token
+from k3_jax.hlo import collectives, operations
+from k3_jax.optim import make_optimizer, schedule
+from k3_jax.train_step import init_state, train_step
+from sharding import act_spec, make_mesh
+
+LIBTPU = "libtpu==0.0.52"
+GB = 1e9
+
+
+class DoesNotFit(ValueError):
+    """The message says which kinds of memory take how much of the device's."""
+
+
+def described_devices(topology: str) -> list:
+    """The devices of a slice such as "v5p:4x4x4". Raises ValueError where none can be described."""
+    if not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", topology):
+        raise ValueError(f"--topology={topology!r} is not of the form v6e:8x8 or v5p:4x4x4")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"--compile_only needs the TPU compiler: pip install {LIBTPU}")
+    # Chips of this machine are needed only to run a program.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except (RuntimeError, ValueError) as e:
+        raise ValueError(f"--topology={topology!r}: {str(e).splitlines()[0]}") from None
+    if devices[0].device_kind not in CHIPS:
+        raise ValueError(f"no figures for {devices[0].device_kind!r} in k3_jax/chips.py")
+    return list(devices)
+
+
+def shard_bytes(tree) -> int:
+    """Bytes on one device of a tree of placed arrays."""
+    return sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)
+    )
+
+
+def report(jitted, args: tuple, kinds: dict, flops: float, mesh: jax.sharding.Mesh) -> dict:
+    """Compile jitted(*args), abstract and placed, and say what a device would need.
+
+    kinds: what stands in memory before the call, by names for people. flops: of one call, all
+    devices together. Bytes and seconds are of one device. Raises DoesNotFit.
+    """
+    chip = CHIPS[mesh.devices.flat[0].device_kind]
+    kinds = {name: shard_bytes(tree) for name, tree in kinds.items()}
+    start = time.monotonic()
+    lowered = jitted.lower(*args)
+    traced = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        raise DoesNotFit(refusal(kinds, str(e), chip)) from None
+    done = time.monotonic()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    kinds["results beside what they replace"] = (
+        memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
+    kinds["activations and other temporaries"] = memory.temp_size_in_bytes
+    if sum(kinds.values()) > chip.memory:
+        raise DoesNotFit(refusal(kinds, "", chip))
+    found = traffic(text, mesh, chip)
+    found["compute_s"] = flops / mesh.size / chip.flops
+    bounds = {"compute": found["compute_s"], "HBM": found["hbm_s"], "links": found["links_s"]}
+    return {
+        "device": mesh.devices.flat[0].device_kind,
+        "devices": mesh.size,
+        "mesh": {a: n for a, n in mesh.shape.items() if n > 1},
+        "memory_bytes": kinds,
+        "memory_of_device": chip.memory,
+        "trace_and_lower_s": round(traced - start, 1),
+        "compile_s": round(done - traced, 1),
+        **found,
+        "bound": max(bounds, key=bounds.get),
+        "seconds": [max(bounds.values()), sum(bounds.values())],
+    }
+
+
+def refusal(kinds: dict[str, int], said: str, chip: Chip) -> str:
+    """Which kinds of memory are too much, and by how much."""
+    needs = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)[KMGT] hbm", said)
+    held = ", ".join(f"{name} {n / GB:.1f} GB" for name, n in kinds.items())
+    largest = max(kinds, key=kinds.get)
+    if needs:
+        used = float(needs.group(1)) * 1024 ** ("KMGT".index(needs.group(2)) + 1)
+        more = f"{(used - sum(kinds.values())) / GB:.1f} GB of activations and other temporaries"
+        if used - sum(kinds.values()) > kinds[largest]:
+            largest = "activations and other temporaries"
+    else:
+        used, more = sum(kinds.values()), "nothing else counted"
+    return (
+        f"does not fit: a device has {chip.memory / GB:.1f} GB and this needs {used / GB:.1f}, "
+        f"{(used - chip.memory) / GB:.1f} too much: {held}, {more}. The largest part: {largest}"
+    )
+
+
+def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
+    """HBM bytes of the program, and its exchanges by operation and mesh axes."""
+    moved = sum(op.runs * op.bytes for op in operations(text))
+    rows: dict[tuple, dict] = {}
+    for op in collectives(text):
+        if len(op.group) < 2:
+            continue
+        axes, sides = spanned(op.group, mesh)
+        row = rows.setdefault((op.opcode, axes), {"runs": 0, "sent_bytes": 0.0, "seconds": 0.0})
+        row["runs"] += op.runs
+        row["sent_bytes"] += op.runs * op.sent
+        row["seconds"] += op.runs * seconds_on_links(op, sides, chip)
+    listed = [{"operation": o, "axes": "*".join(a), **row} for (o, a), row in rows.items()]
+    listed.sort(key=lambda row: -row["seconds"])
+    return {
+        "hbm_bytes": moved,
+        "hbm_s": moved / chip.bandwidth,
+        "links_s": sum(row["seconds"] for row in listed),
+        "collectives": listed,
+    }
+
+
+def spanned(group: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], list[int]]:
+    """The mesh axes along which a group's devices differ, and how many chips it spans each way."""
+    at = np.array(np.unravel_index(group, mesh.devices.shape))
+    axes = tuple(a for a, x in zip(mesh.axis_names, at, strict=True) if len(set(x)) > 1)
+    places = np.array([mesh.devices.flat[i].coords for i in group])
+    return axes, [len(set(column)) for column in places.T if len(set(column)) > 1]
+
+
+def seconds_on_links(op, sides: list[int], chip: Chip) -> float:
+    """Bytes over the links of the torus dimensions that a group spans, both ways round.
+
+    In an all-to-all a byte passes a quarter of each ring on average. The two devices of a TPU7x
+    chip alone: no link is passed, and none is counted.
+    """
+    if not sides:
+        return 0.0
+    hops = sum(sides) / 4 if "all-to-all" in op.opcode else 1
+    return op.sent * max(hops, 1) / (chip.links * min(len(sides), chip.torus) / chip.torus)
+
+
+def tell(title: str, found: dict, workdir: str) -> None:
+    """Print the report as a table and save it in `workdir` as compile_only.json, whole or not."""
+    path = epath.Path(workdir) / "compile_only.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(found, indent=1) + "\n")
+    draft.replace(path)
+    print("\n".join(lines(title, found)))
+    print(f"saved as {path}")
+
+
+def lines(title: str, found: dict) -> list[str]:
+    """The report as a table for people."""
+    total = sum(found["memory_bytes"].values())
+    mesh = " x ".join(f"{a} {n}" for a, n in found["mesh"].items()) or "one device"
+    out = [f"{title}: {found['devices']} x {found['device']} ({mesh})", "", "GB of HBM a device"]
+    out += [f"  {n / GB:9.3f}  {name}" for name, n in found["memory_bytes"].items()]
+    out += [f"  {total / GB:9.3f}  of {found['memory_of_device'] / GB:.1f}", ""]
+    out += ["seconds a call, modelled from public figures, not measured"]
+    for name, key in (("FLOPs", "compute_s"), ("HBM traffic", "hbm_s"), ("links", "links_s")):
+        out.append(f"  {found[key]:9.4f}  {name}")
+    best, worst = found["seconds"]
+    out += [f"  {best:9.4f}  all overlapping (bound: {found['bound']})"]
+    out += [f"  {worst:9.4f}  one after another"]
+    if "tokens" in found:
+        rates, used = found["tokens_per_second_and_device"], found["model_flops_utilisation"]
+        out += ["", f"tokens a second and device: {rates[0]:,.0f} to {rates[1]:,.0f}"]
+        out += [f"model FLOPs utilisation: {used[0]:.1%} to {used[1]:.1%}"]
+    out += ["", "GB sent, seconds, runs of each exchange"]
+    for row in found["collectives"]:
+        out.append(
+            f"  {row['sent_bytes'] / GB:9.3f}  {row['seconds']:8.4f}  {row['runs']:6d}  "
+            f"{row['operation']} over {row['axes']}"
+        )
+    out += ["", f"traced in {found['trace_and_lower_s']} s, compiled in {found['compile_s']} s"]
+    return out
+
+
+def train_report(config: TrainConfig, topology: str) -> dict:
+    """`report` of one training step of a run on a described slice. Raises ValueError."""
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=described_devices(topology))
+    check_run(config, mesh, vocab_size=0, n_processes=1)
+    data, rows = config.data, config.data.batch // config.accumulate
+    with jax.set_mesh(mesh):
+        tx = make_optimizer(config.optim, config.steps)
+        state = jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, config, tx)))
+        shape = (config.accumulate, rows, data.seq_len)
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, act_spec(".B")))
+        batch = {"tokens": ids, "segments": ids}
+        step = functools.partial(
+            train_step, config=config, tx=tx, learning_rate=schedule(config.optim, config.steps)
+        )
+        tokens = data.batch * data.seq_len
+        model_flops = tokens * train_flops_per_token(config.model, data.seq_len)
+        again = 4 / 3 if config.model.remat in ("layer", "group") else 1
+        found = report(
+            jax.jit(step, donate_argnums=0),
+            (state, batch),
+            {"parameters": state.model, "optimizer": state.opt, "batch": batch},
+            again * model_flops,
+            mesh,
+        )
+    peak = CHIPS[found["device"]].flops * mesh.size
+    return found | {
+        "tokens": tokens,
+        "tokens_per_second_and_device": [tokens / mesh.size / s for s in found["seconds"]],
+        "model_flops_utilisation": [model_flops / peak / s for s in found["seconds"]],
+    }

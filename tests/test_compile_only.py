@@ -1,0 +1,155 @@
+"""Compiling for slices that are not here: what is read of the text, what is refused, and how."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from k3_jax import compile_only, hlo
+from k3_jax.chips import CHIPS
+from k3_jax.compile_only import described_devices, refusal, seconds_on_links, spanned
+from sharding import AXES, make_mesh
+
+ROOT = Path(__file__).resolve().parent.parent
+V5P = CHIPS["TPU v5p"]
+TEXT = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %wide = bf16[32,128]{1,0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %sum = bf16[8,128]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %next = bf16[8,128]{1,0} collective-permute(%x), source_target_pairs={{0,2},{2,4},{4,6},{6,0}}
+  ROOT %y = bf16[8,128]{1,0} add(%sum, %next)
+}
+"""
+
+
+def test_exchanges_have_the_bytes_that_leave_a_device_and_their_group():
+    rows = 8 * 128 * 2
+    assert hlo.collectives(TEXT) == [
+        hlo.Collective("all-gather", 1, 3 * rows, (0, 2, 4, 6)),
+        hlo.Collective("all-reduce", 1, rows, (0, 1)),
+        hlo.Collective("collective-permute", 1, rows, (0, 2)),
+    ]
+
+
+def test_a_loops_exchanges_count_as_often_as_it_runs():
+    """The text that XLA itself writes, here for 8 CPU devices."""
+    mesh = make_mesh(data=2, expert=4)
+
+    def local(x):
+        step = lambda x, _: (jax.lax.psum(x, "expert") / 4, None)  # noqa: E731
+        return jax.lax.scan(step, x, None, length=5)[0]
+
+    with jax.set_mesh(mesh):
+        fn = jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        rows = jax.reshard(jnp.zeros((2, 1024)), P("data"))
+        text = jax.jit(fn).lower(rows).compile().as_text()
+    (found,) = hlo.collectives(text)
+    assert (found.opcode, found.runs, found.group) == ("all-reduce", 5, (0, 1, 2, 3))
+    assert found.sent == 1024 * 4 * 2 * 3 / 4
+
+
+def test_an_exchange_belongs_to_mesh_axes_and_torus_dimensions():
+    """8 chips, 2 x 4: `expert` goes along the long side, `data` along the short one."""
+    places = [SimpleNamespace(coords=(i // 4, i % 4, 0)) for i in range(8)]
+    mesh = SimpleNamespace(
+        axis_names=AXES, devices=np.array(places).reshape(2, 1, 4, 1, 1), shape={}
+    )
+    assert spanned((0, 1, 2, 3), mesh) == (("expert",), [4])
+    assert spanned((0, 4), mesh) == (("data",), [2])
+    assert spanned(tuple(range(8)), mesh) == (("data", "expert"), [2, 4])
+    moved = hlo.Collective("all-gather", 1, 6e9, (0, 1))
+    # One of three torus dimensions has a third of the links; a chip's own two cores have none.
+    assert seconds_on_links(moved, [4], V5P) == pytest.approx(6e9 / 200e9)
+    assert seconds_on_links(moved, [2, 4, 4], V5P) == pytest.approx(6e9 / 600e9)
+    assert seconds_on_links(moved, [], V5P) == 0
+    # In an all-to-all round a ring of 16 a byte passes four links.
+    routed = hlo.Collective("ragged-all-to-all", 1, 6e9, (0, 1))
+    assert seconds_on_links(routed, [16], V5P) == pytest.approx(4 * 6e9 / 200e9)
+
+
+def test_what_does_not_fit_is_told_by_kind_and_by_how_much():
+    kinds = {"parameters": 90 * 10**9, "optimizer": 30 * 10**9}
+    told = refusal(kinds, "", V5P)
+    assert "has 102.0 GB and this needs 120.0, 18.0 too much" in told
+    assert "parameters 90.0 GB, optimizer 30.0 GB" in told and told.endswith("part: parameters")
+    said = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 300.00G of 94.75G hbm."
+    told = refusal(kinds, said, V5P)
+    assert "202.1 GB of activations" in told and told.endswith("activations and other temporaries")
+
+
+def test_a_slice_that_cannot_be_described_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="'v5p' is not of the form v6e:8x8 or v5p:4x4x4"):
+        described_devices("v5p")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs the TPU compiler: pip install libtpu=="):
+        described_devices("v5p:4x4x4")
+
+
+def test_the_table_says_what_the_file_says(tmp_path, capsys):
+    found = {
+        "device": "TPU v5p",
+        "devices": 64,
+        "mesh": {"expert": 64},
+        "memory_bytes": {"parameters": 40 * 10**9, "activations and other temporaries": 2 * 10**9},
+        "memory_of_device": V5P.memory,
+        "trace_and_lower_s": 1.5,
+        "compile_s": 2.5,
+        "hbm_bytes": 1e9,
+        "hbm_s": 0.25,
+        "links_s": 0.125,
+        "compute_s": 1.0,
+        "collectives": [
+            {
+                "operation": "all-gather",
+                "axes": "expert",
+                "runs": 3,
+                "sent_bytes": 5e9,
+                "seconds": 0.1,
+            }
+        ],
+        "bound": "compute",
+        "seconds": [1.0, 1.375],
+        "tokens": 6400,
+        "tokens_per_second_and_device": [100.0, 72.7],
+        "model_flops_utilisation": [0.5, 0.36],
+    }
+    compile_only.tell("One step", found, str(tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "compile_only.json").read_text()) == found
+    told = capsys.readouterr().out
+    for words in (
+        "One step: 64 x TPU v5p (expert 64)",
+        "40.000  parameters",
+        "42.000  of 102.0",
+        "1.0000  all overlapping (bound: compute)",
+        "1.3750  one after another",
+        "utilisation: 50.0% to 36.0%",
+        "5.000    0.1000       3  all-gather over expert",
+    ):
+        assert words in told, words
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@pytest.mark.slow
+def test_a_step_compiles_for_a_slice_and_too_much_is_refused(tmp_path):
+    def run(*more):
+        command = [sys.executable, "train.py", "--config=configs/k3_tiny.py", "--compile_only"]
+        command += ["--topology=v6e:2x2", f"--workdir={tmp_path}", "--config.mesh.fsdp=4", *more]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    done = run()
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "compile_only.json").read_text())
+    assert found["devices"] == 4 and found["mesh"] == {"fsdp": 4}
+    assert found["memory_bytes"]["parameters"] > 0 and found["collectives"]

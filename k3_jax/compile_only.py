@@ -187,10 +187,10 @@ def lines(title: str, found: dict) -> list[str]:
     out += [f"  {total / GB:9.3f}  of {found['memory_of_device'] / GB:.1f}", ""]
     out += ["seconds a call, modelled from public figures, not measured"]
     for name, key in (("FLOPs", "compute_s"), ("HBM traffic", "hbm_s"), ("links", "links_s")):
-        out.append(f"  {found[key]:9.4f}  {name}")
+        out.append(f"  {found[key]:11.6f}  {name}")
     best, worst = found["seconds"]
-    out += [f"  {best:9.4f}  all overlapping (bound: {found['bound']})"]
-    out += [f"  {worst:9.4f}  one after another"]
+    out += [f"  {best:11.6f}  all overlapping (bound: {found['bound']})"]
+    out += [f"  {worst:11.6f}  one after another"]
     if "tokens" in found:
         rates, used = found["tokens_per_second_and_device"], found["model_flops_utilisation"]
         out += ["", f"tokens a second and device: {rates[0]:,.0f} to {rates[1]:,.0f}"]
@@ -198,7 +198,7 @@ def lines(title: str, found: dict) -> list[str]:
     out += ["", "GB sent, seconds, runs of each exchange"]
     for row in found["collectives"]:
         out.append(
-            f"  {row['sent_bytes'] / GB:9.3f}  {row['seconds']:8.4f}  {row['runs']:6d}  "
+            f"  {row['sent_bytes'] / GB:9.3f}  {row['seconds']:11.6f}  {row['runs']:6d}  "
             f"{row['operation']} over {row['axes']}"
         )
     out += ["", f"traced in {found['trace_and_lower_s']} s, compiled in {found['compile_s']} s"]

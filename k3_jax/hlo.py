@@ -108,7 +108,7 @@ def _group(text: str) -> tuple[int, ...]:
         return tuple(ids[tuple(slice(None) if a in axes else 0 for a in sizes)].flat)
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted is None:
-        return (0,)
+        raise ValueError(f"an exchange whose groups are not understood: {text.strip()[:2000]}")
     shape, dims, order = ([int(n) for n in (x or "").split(",") if n] for x in counted.groups())
     ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None)
     return tuple(ids.reshape(shape)[0].tolist())
@@ -134,7 +134,8 @@ def computations(text: str) -> dict:
             lines = found[head.group(2)] = []
             if head.group(1):
                 found["ENTRY"] = lines
-        elif line.startswith("}"):
+        # Metadata of a kernel may run over lines of their own, which may begin with a brace.
+        elif line.rstrip() == "}":
             lines = None
         elif lines is not None and (parsed := _line(line)):
             lines.append(parsed)

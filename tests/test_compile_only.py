@@ -25,6 +25,9 @@ TEXT = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
   %x = bf16[8,128]{1,0} parameter(0)
+  %kernel = bf16[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={
+ "of": "a kernel"
+}}, metadata={op_name="and more"}
   %wide = bf16[32,128]{1,0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
   %sum = bf16[8,128]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
   %next = bf16[8,128]{1,0} collective-permute(%x), source_target_pairs={{0,2},{2,4},{4,6},{6,0}}
@@ -131,10 +134,10 @@ def test_the_table_says_what_the_file_says(tmp_path, capsys):
         "One step: 64 x TPU v5p (expert 64)",
         "40.000  parameters",
         "42.000  of 102.0",
-        "1.0000  all overlapping (bound: compute)",
-        "1.3750  one after another",
+        "1.000000  all overlapping (bound: compute)",
+        "1.375000  one after another",
         "utilisation: 50.0% to 36.0%",
-        "5.000    0.1000       3  all-gather over expert",
+        "5.000     0.100000       3  all-gather over expert",
     ):
         assert words in told, words
 

@@ -29,7 +29,7 @@ def whole(tmp_path_factory):
 
 
 KILLED = """
-import json, os, random, signal, sys
+import itertools, json, os, random, signal, sys
 from k3_jax.checkpoint import journal, to_hf, to_orbax, views, zarr
 from k3_jax.checkpoint.safetensors import Stored
 src, ours, back, log = sys.argv[1:]
@@ -40,13 +40,14 @@ def dies(work, patch, n, before):
     pid = os.fork()
     if pid == 0:
         owner, name = patch
-        real, count = getattr(owner, name), [0]
+        # Two threads call it: each call has its own number.
+        real, count = getattr(owner, name), itertools.count(1)
         def counted(*args, **kwargs):
-            count[0] += 1
-            if count[0] == n and before:
+            i = next(count)
+            if i == n and before:
                 os.kill(os.getpid(), signal.SIGKILL)
             out = real(*args, **kwargs)
-            if count[0] == n:
+            if i == n:
                 os.kill(os.getpid(), signal.SIGKILL)
             return out
         setattr(owner, name, counted)

@@ -55,7 +55,8 @@ def test_prefill_in_pieces_then_decode_equals_one_pass(one_device, dtype, bound)
     """T09. In bfloat16 with the choices of experts of the one pass, since a near tie that falls the
     other way is another path; logits of magnitude 4 then differ by a few units of 2^-6."""
     model = tiny.model(dtype=dtype)
-    tokens_BT = tiny.tokens((2, 80))
+    # At seed 1 a choice is within 4e-7 of a tie.
+    tokens_BT = tiny.tokens((2, 80), seed=3)
     segments_BT = jnp.ones_like(tokens_BT)
     want, chosen_ZBTA = logits_and_choices(model, tokens_BT, segments_BT)
     forced_ZBTA = None if dtype == "float32" else chosen_ZBTA

@@ -33,6 +33,12 @@ from k3_jax.train_step import init_state, train_step
 from sharding import act_spec, make_mesh
 
 LIBTPU = "libtpu==0.0.52"
+LOOK_FOR_NONE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+}
 GB = 1e9
 
 
@@ -46,9 +52,10 @@ def described_devices(topology: str) -> list:
         raise ValueError(f"--topology={topology!r} is not of the form v6e:8x8 or v5p:4x4x4")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"--compile_only needs the TPU compiler: pip install {LIBTPU}")
-    # Chips of this machine are needed only to run a program.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Chips of this machine are needed only to run a program: libtpu need not look for them, nor
+    # warn that it knows of none.
+    for name, value in LOOK_FOR_NONE.items():
+        os.environ.setdefault(name, value)
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (RuntimeError, ValueError) as e:

@@ -35,6 +35,8 @@ FREE = {
     # Handed to the sparse cores: what they move counts once, at its custom-call-done.
     *("custom-call-start", "custom-call-update"),
 }
+CALLS = ("call", "conditional", "async-start")
+CALLED = r"(?:calls|to_apply|_computation|called_computations)=\{?%([\w.\-]+)"
 WORTH_A_ROW = 65536  # bytes moved by an operation without cycles
 
 
@@ -71,19 +73,12 @@ COLLECTIVES = (
 def collectives(text: str) -> list[Collective]:
     """Every exchange of a compiled program. A ragged one counts as if every row were sent."""
     bodies = computations(text)
-    return list(_exchanges(bodies, bodies["ENTRY"], 1))
+    return list(_exchanges(bodies))
 
 
-def _exchanges(bodies, lines, runs) -> Iterator[Collective]:
-    by_name = {line.name: line for line in lines}
-    for line in lines:
-        if line.opcode == "while":
-            times = runs * (_trips(bodies, by_name, line) or 1)
-            yield from _exchanges(bodies, bodies[_named(line.text, "body")], times)
-        where = r"(?:calls|to_apply|_computation|called_computations)=\{?%([\w.\-]+)"
-        for called in re.findall(where, line.text):
-            if line.opcode in ("call", "conditional", "async-start", "fusion", "custom-call-start"):
-                yield from _exchanges(bodies, bodies.get(called, []), runs)
+def _exchanges(bodies) -> Iterator[Collective]:
+    opened = (*CALLS, "fusion", "custom-call-start")
+    for line, by_name, runs in _walk(bodies, bodies["ENTRY"], 1, opened):
         opcode = line.opcode.removesuffix("-start")
         if opcode not in COLLECTIVES:
             continue
@@ -102,9 +97,9 @@ def _group(text: str) -> tuple[int, ...]:
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return tuple(int(n) for n in listed.group(1).split(","))
     if named := re.search(r"replica_groups=mesh\[([^]]*)\] ?\{([^}]*)\}", text):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named.group(1)))
+        sizes = {a: int(n) for a, n in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         axes = re.findall(r"'(\w+)'", named.group(2))
-        ids = np.arange(math.prod(map(int, sizes.values()))).reshape([*map(int, sizes.values())])
+        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         return tuple(ids[tuple(slice(None) if a in axes else 0 for a in sizes)].flat)
     counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted is None:
@@ -122,7 +117,18 @@ def _bytes(types: str) -> int:
 def operations(text: str) -> list[Op]:
     """Every operation of a compiled program that computes or moves much, loops multiplied out."""
     bodies = computations(text)
-    return list(_walk(bodies, bodies["ENTRY"], 1))
+    return list(_operations(bodies))
+
+
+def _operations(bodies) -> Iterator[Op]:
+    for line, by_name, runs in _walk(bodies, bodies["ENTRY"], 1, CALLS):
+        if line.opcode == "while" and _trips(bodies, by_name, line) is None:
+            yield Op(line.name, "while", runs, None, 0)
+        if line.opcode in FREE:
+            continue
+        cycles, moved = _cycles(line.text), _moved(bodies, by_name, line)
+        if cycles or moved > WORTH_A_ROW:
+            yield Op(line.name, line.opcode, runs, cycles, moved)
 
 
 def computations(text: str) -> dict:
@@ -151,24 +157,18 @@ def _line(text):
     return Line(name, kind, opcode, names, bool(root), text)
 
 
-def _walk(bodies, lines, runs):
+def _walk(bodies, lines, runs, opened) -> Iterator[tuple[Line, dict, int]]:
+    """(line, the lines beside it by name, how often it runs), also of what loops and the operations
+    `opened` call. A loop of unknown length counts once."""
     by_name = {line.name: line for line in lines}
     for line in lines:
+        yield line, by_name, runs
         if line.opcode == "while":
-            trips = _trips(bodies, by_name, line)
-            if trips is None:
-                yield Op(line.name, "while", runs, None, 0)
-            yield from _walk(bodies, bodies[_named(line.text, "body")], runs * (trips or 1))
-        elif line.opcode in ("call", "conditional", "async-start"):
-            for called in re.findall(
-                r"(?:to_apply|calls|true_computation|false_computation)=%([\w.\-]+)", line.text
-            ):
-                yield from _walk(bodies, bodies.get(called, []), runs)
-        if line.opcode in FREE:
-            continue
-        cycles, moved = _cycles(line.text), _moved(bodies, by_name, line)
-        if cycles or moved > WORTH_A_ROW:
-            yield Op(line.name, line.opcode, runs, cycles, moved)
+            times = runs * (_trips(bodies, by_name, line) or 1)
+            yield from _walk(bodies, bodies[_named(line.text, "body")], times, opened)
+        elif line.opcode in opened:
+            for called in re.findall(CALLED, line.text):
+                yield from _walk(bodies, bodies.get(called, []), runs, opened)
 
 
 def _named(text, what):

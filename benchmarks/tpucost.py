@@ -40,8 +40,6 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from k3_jax import chips
 from k3_jax.hlo import Op, operations
 
-LIBTPU = "libtpu==0.0.52"
-
 
 class Chip(NamedTuple):
     """One JAX device: a chip, or one of the two cores of a tpu7x.
@@ -76,7 +74,7 @@ class NoFigure(Exception):
 def versions() -> dict:
     """Of jax and libtpu. Raises SystemExit with the command that installs a missing libtpu."""
     if importlib.util.find_spec("libtpu") is None:
-        raise SystemExit(f"the TPU compiler is not installed: pip install {LIBTPU}")
+        raise SystemExit(f"the TPU compiler is not installed: pip install {chips.LIBTPU}")
     return {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
 
 
@@ -103,8 +101,7 @@ def environment(folder, profile: bool, in_hbm: bool) -> dict:
         flags += ["--xla_msa_enable=false"]
     return {
         "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # only to run a program does a process need the chip
+        **chips.LOOK_FOR_NONE,
         "LIBTPU_INIT_ARGS": " ".join(flags),
     }
 

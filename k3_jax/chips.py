@@ -45,6 +45,17 @@ CHIPS = {
 }
 
 
+LIBTPU = "libtpu==0.0.52"
+# Chips of this machine are needed only to run a program. A process that compiles for others sets
+# these before it first asks: libtpu then neither looks for chips nor warns that it knows of none.
+LOOK_FOR_NONE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+}
+
+
 def peak_flops() -> float | None:
     """Peak bfloat16 FLOP/s of one device here, or None where it is not known (such as a CPU)."""
     chip = CHIPS.get(jax.devices()[0].device_kind)

@@ -23,8 +23,9 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from k3_jax.checkpoint.tree import placed
+from k3_jax.checkpoint.zarr import replace_text
 from k3_jax.checks import check_run
-from k3_jax.chips import CHIPS, Chip
+from k3_jax.chips import CHIPS, LIBTPU, LOOK_FOR_NONE, Chip
 from k3_jax.config import TrainConfig
 from k3_jax.flops import train_flops_per_token
 from k3_jax.hlo import collectives, operations
@@ -32,13 +33,6 @@ from k3_jax.optim import make_optimizer, schedule
 from k3_jax.train_step import init_state, train_step
 from sharding import act_spec, make_mesh
 
-LIBTPU = "libtpu==0.0.52"
-LOOK_FOR_NONE = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v6e-4",
-}
 GB = 1e9
 
 
@@ -52,8 +46,6 @@ def described_devices(topology: str) -> list:
         raise ValueError(f"--topology={topology!r} is not of the form v6e:8x8 or v5p:4x4x4")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"--compile_only needs the TPU compiler: pip install {LIBTPU}")
-    # Chips of this machine are needed only to run a program: libtpu need not look for them, nor
-    # warn that it knows of none.
     for name, value in LOOK_FOR_NONE.items():
         os.environ.setdefault(name, value)
     try:
@@ -178,9 +170,7 @@ def tell(title: str, found: dict, workdir: str) -> None:
     """Print the report as a table and save it in `workdir` as compile_only.json, whole or not."""
     path = epath.Path(workdir) / "compile_only.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(found, indent=1) + "\n")
-    draft.replace(path)
+    replace_text(path, json.dumps(found, indent=1) + "\n")
     print("\n".join(lines(title, found)))
     print(f"saved as {path}")
 

@@ -32,7 +32,7 @@ ITEM_BYTES = {
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"),
     *("slice-start", "slice-done", "copy-done", "while", "conditional", "call", "partition-id"),
-    # Handed to the sparse cores: what they move counts once, at its custom-call-done.
+    # Handed to the sparse cores: what they move counts at its custom-call-done.
     *("custom-call-start", "custom-call-update"),
 }
 CALLS = ("call", "conditional", "async-start")

@@ -14,6 +14,18 @@ from sharding import on_shards
 F32 = jnp.float32
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Bank:
+    """The sums of the blocks before this one, oldest first, the embedding among them.
+
+    rows: [B, T, D] each. is_there: for each row a bool, or 1, whether it has been made yet.
+    """
+
+    rows: tuple = ()
+    is_there: tuple = ()
+
+
 class AttnRes(nnx.Module):
     """MIX of k3-facts 3.3 (report Eq. 8-10): softmax over candidates j of key_j . (norm * query).
 
@@ -28,7 +40,7 @@ class AttnRes(nnx.Module):
         self.norm_D = weight(rngs, "D", dims, c.param_dtype, ones)
         self.query_D = weight(rngs, "D", dims, c.param_dtype, zeros)
 
-    def __call__(self, sum_BTD, bank: "Bank", has_sum):
+    def __call__(self, sum_BTD, bank: Bank, has_sum):
         """The mixture [B, T, D] of the bank's rows and, where `has_sum`, of the running sum."""
         rows, there = (sum_BTD, *bank.rows), (has_sum, *bank.is_there)
         is_there_J = jnp.stack([jnp.asarray(x, jnp.int32) for x in there])
@@ -40,15 +52,3 @@ class AttnRes(nnx.Module):
         # A Pallas call needs shard_map.
         signature = ",".join(["BTD"] * len(rows)) + ",D,. -> BTD"
         return on_shards(run, signature)(*rows, probe_D, is_there_J)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Bank:
-    """The sums of the blocks before this one, oldest first, the embedding among them.
-
-    rows: [B, T, D] each. is_there: for each row a bool, or 1, whether it has been made yet.
-    """
-
-    rows: tuple = ()
-    is_there: tuple = ()

@@ -23,8 +23,8 @@ def mix(
 ):
     """sum_j w_j row_j, w = softmax_j(row_j . probe / sqrt(mean(row_j^2) + eps)). Report Eq. 8-10.
 
-    is_there_J: int32, 0 for candidates that take no part (they have to be finite), of which there
-    is at least one less than J; None: all do. A loop over blocks has room for rows still to come.
+    is_there_J: int32, 1 for the candidates that take part, at least one, and 0 for others, which
+    have to be finite; None: all do. A loop over blocks has room for rows still to come.
 
     candidates are J >= 1 arrays [B, T, D], all bfloat16 or all float32; probe_D is float32. Norms,
     scores, softmax and sum are float32, the result has the candidates' dtype. For its gradients it

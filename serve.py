@@ -7,24 +7,29 @@
 A line of a JSONL file has `prompt`, `text` or `token_ids`, and may have `id` and its own
 `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `stop_ids`, `ignore_eos`.
 Run again with the same flags, a job that was interrupted continues where it stopped.
+
+    python serve.py --compile_only --config=configs/k3.py --topology=v5p:4x4x4 --experts=packed
+
+needs no weights and no TPU: does it fit that slice, what does a step move, how long at best.
 """
 
 import sys
-import time
 
 import jax
 from absl import app, flags, logging
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from ml_collections import config_flags
 
+from k3_jax import compile_only
 from k3_jax.checkpoint.load import open_checkpoint
 from k3_jax.checkpoint.store import CheckpointError
+from k3_jax.checks import check_serving
 from k3_jax.serving.engine import Engine
 from k3_jax.serving.jobs import FORMATS, Output, Reader
 from k3_jax.serving.lines import answer_lines, score_lines
+from k3_jax.serving.progress import write_all
 from k3_jax.serving.sampling import Settings
 from k3_jax.tokenizer import load_tokenizer
-from sharding import make_mesh
+from sharding import make_mesh, mesh_sizes
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "training run or released directory")
 PROMPT = flags.DEFINE_multi_string("prompt", [], "a prompt; a single one streams to the terminal")
@@ -35,8 +40,13 @@ MODE = flags.DEFINE_enum("mode", "generate", ("generate", "score"), "continue te
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ("bfloat16", "float32"), "of weights and products")
 TOKENIZER = flags.DEFINE_string("tokenizer", None, '"bytes" or a path; else the checkpoint\'s own')
 BATCH = flags.DEFINE_integer("batch", 8, "rows at a time on each device", lower_bound=1)
+PIECE = flags.DEFINE_integer("piece", 256, "tokens of a prompt that go in at a time", lower_bound=1)
 MAX_LENGTH = flags.DEFINE_integer("max_length", 32768, "most tokens of a prompt and its answer")
 EXPERTS = flags.DEFINE_enum("experts", "widened", ("widened", "packed"), "packed: stay MXFP4")
+MESH = flags.DEFINE_string("mesh", "fsdp=-1", "sizes of mesh axes: data=2,expert=1,tensor=32")
+COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile for --topology, no more")
+TOPOLOGY = flags.DEFINE_string("topology", None, "a TPU slice that need not be here: v5p:4x4x4")
+CONFIG = config_flags.DEFINE_config_file("config", None, "a file of configs/, for --compile_only")
 LOGPROBS = flags.DEFINE_bool("logprobs", False, "write each answer token's log-probability")
 FULL_LOGITS = flags.DEFINE_bool("full_logits", False, "score: whole rows to OUTPUT.logits/*.npz")
 SETTINGS = {
@@ -50,11 +60,17 @@ SETTINGS = {
     "stop_ids": flags.DEFINE_multi_integer("stop_ids", [], "token id that ends an answer"),
     "ignore_eos": flags.DEFINE_bool("ignore_eos", False, "go on after the checkpoint's end ids"),
 }
-COLUMNS = (*Progress.get_default_columns(), MofNCompleteColumn())
 
 
 def main(argv):
     # What a person can get wrong is refused before the work.
+    if len({COMPILE_ONLY.value, bool(TOPOLOGY.value), bool(CONFIG.value)}) > 1:
+        raise app.UsageError("--compile_only, --topology and --config go together")
+    sizes, limits = mesh_sizes(MESH.value), dict(piece=PIECE.value, max_length=MAX_LENGTH.value)
+    weights = DTYPE.value, EXPERTS.value == "packed"
+    if COMPILE_ONLY.value:
+        what = CONFIG.value.model, *weights, TOPOLOGY.value, sizes, BATCH.value
+        return compile_only.tell(OUTPUT.value, compile_only.serve_reports(*what, **limits))
     if len(argv) > 1 or bool(PROMPT.value) == (PROMPTS.value is not None) or not CHECKPOINT.value:
         raise app.UsageError(f"needs --checkpoint, and --prompt or --prompts; {argv[1:]} is left")
     if FULL_LOGITS.value and (MODE.value != "score" or not OUTPUT.value):
@@ -63,7 +79,7 @@ def main(argv):
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
     # Prompts, and which of them have their line already.
-    checkpoint = open_checkpoint(CHECKPOINT.value, DTYPE.value, EXPERTS.value == "packed")
+    checkpoint = open_checkpoint(CHECKPOINT.value, *weights)
     spec = TOKENIZER.value or checkpoint.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
     reader = Reader(tokenizer, checkpoint.config.vocab_size, checkpoint.eos_ids, settings)
@@ -77,10 +93,10 @@ def main(argv):
     todo = [r for r in requests if r.index not in output.done]
 
     # Weights, on all devices.
-    mesh = make_mesh(fsdp=-1)
+    mesh = make_mesh(**sizes)
     jax.set_mesh(mesh)
-    n_rows = BATCH.value * mesh.size
-    engine = Engine(checkpoint.load(), n_rows=n_rows, max_length=MAX_LENGTH.value)
+    check_serving(checkpoint.config, mesh)
+    engine = Engine(checkpoint.load(), n_rows=BATCH.value * mesh.size, **limits)
 
     # The work, a line at a time.
     is_streamed = len(PROMPT.value) == 1 and tokenizer is not None and MODE.value == "generate"
@@ -90,19 +106,7 @@ def main(argv):
     else:
         show = (lambda text: print(text, end="", flush=True)) if is_streamed else None
         lines = answer_lines(engine, todo, tokenizer, with_logprobs=LOGPROBS.value, show=show)
-    n_tokens, rate, start, console = 0, 0.0, time.monotonic(), Console(stderr=True)
-    is_quiet = not console.is_terminal or (sys.stdout.isatty() and not OUTPUT.value)
-    with output, Progress(*COLUMNS, console=console, disable=is_quiet) as bar:
-        task = bar.add_task(MODE.value, total=len(requests), completed=len(output.done))
-        for line in lines:
-            if OUTPUT.value or not is_streamed:
-                output.write(line.request, line.content)
-            elif "error" in line.content:
-                console.print(line.content["error"])
-            n_tokens += line.n_tokens
-            rate = n_tokens / (time.monotonic() - start)
-            bar.update(task, advance=1, description=f"{rate:.0f} tokens/s")
-    console.print(f"\n{len(todo)} rows, {n_tokens} tokens, {rate:.1f} tokens/s with compilation")
+    write_all(lines, output, MODE.value, len(requests), is_streamed=is_streamed)
 
 
 if __name__ == "__main__":

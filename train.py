@@ -48,7 +48,8 @@ def main(_):
         config = from_dict(TrainConfig, CONFIG.value)
         if COMPILE_ONLY.value:
             found = compile_only.train_report(config, TOPOLOGY.value)
-            return compile_only.tell("One step of training", found, WORKDIR.value)
+            path = f"{WORKDIR.value}/compile_only.json"
+            return compile_only.tell(path, {"step of training": found})
         if PROCESSES.value:
             join(PROCESSES.value)
         run(config, WORKDIR.value)

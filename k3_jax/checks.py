@@ -3,6 +3,7 @@
 import math
 
 from k3_jax.config import ModelConfig, TrainConfig
+from k3_jax.state import SLOTS
 from sharding.rules import ROWS
 
 
@@ -26,6 +27,21 @@ def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> N
         raise ValueError(
             f"the tokenizer {data.tokenizer!r} has {vocab_size} ids, more than "
             f"model.vocab_size={model.vocab_size}"
+        )
+
+
+def check_serving(model: ModelConfig, mesh) -> None:
+    """Raise ValueError when the mesh cannot serve the model."""
+    if mesh.shape["seq"] > 1:
+        raise ValueError(
+            f"mesh.seq={mesh.shape['seq']}: serving does not split rows in time; "
+            "data, fsdp and expert split rows, tensor splits heads"
+        )
+    check_split(model, mesh, seq_len=0)
+    if SLOTS % mesh.shape["tensor"]:
+        raise ValueError(
+            f"mesh.tensor={mesh.shape['tensor']} does not divide a cache of {SLOTS} slots: "
+            "serving wants a power of two"
         )
 
 

@@ -21,15 +21,19 @@ import numpy as np
 from etils import epath
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checkpoint.zarr import replace_text
-from k3_jax.checks import check_run
+from k3_jax.checks import check_run, check_serving
 from k3_jax.chips import CHIPS, LIBTPU, LOOK_FOR_NONE, Chip
-from k3_jax.config import TrainConfig
-from k3_jax.flops import train_flops_per_token
+from k3_jax.config import ModelConfig, TrainConfig, as_served, from_dict
+from k3_jax.flops import decode_flops_per_token, forward_flops_per_token, train_flops_per_token
 from k3_jax.hlo import collectives, operations
+from k3_jax.model import abstract, fresh_cache
 from k3_jax.optim import make_optimizer, schedule
+from k3_jax.serving import engine
+from k3_jax.state import SLOTS
 from k3_jax.train_step import init_state, train_step
 from sharding import act_spec, make_mesh
 
@@ -64,12 +68,14 @@ def shard_bytes(tree) -> int:
     )
 
 
-def report(jitted, args: tuple, kinds: dict, flops: float, mesh: jax.sharding.Mesh) -> dict:
+def report(jitted, args: tuple, kinds: dict, flops: float, tokens: int, again: float = 1) -> dict:
     """Compile jitted(*args), abstract and placed, and say what a device would need.
 
-    kinds: what stands in memory before the call, by names for people. flops: of one call, all
-    devices together. Bytes and seconds are of one device. Raises DoesNotFit.
+    kinds: what stands in memory before the call, by names for people. flops: what the model needs
+    for a call of `tokens`, all devices together; `again` times that is spent. Bytes and seconds
+    are of one device. Raises DoesNotFit.
     """
+    mesh = jax.sharding.get_mesh()
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     kinds = {name: shard_bytes(tree) for name, tree in kinds.items()}
     start = time.monotonic()
@@ -90,8 +96,9 @@ def report(jitted, args: tuple, kinds: dict, flops: float, mesh: jax.sharding.Me
     if sum(kinds.values()) > chip.memory:
         raise DoesNotFit(refusal(kinds, "", chip))
     found = traffic(text, mesh, chip)
-    found["compute_s"] = flops / mesh.size / chip.flops
+    found["compute_s"] = again * flops / mesh.size / chip.flops
     bounds = {"compute": found["compute_s"], "HBM": found["hbm_s"], "links": found["links_s"]}
+    seconds = [max(bounds.values()), sum(bounds.values())]
     return {
         "device": mesh.devices.flat[0].device_kind,
         "devices": mesh.size,
@@ -102,7 +109,10 @@ def report(jitted, args: tuple, kinds: dict, flops: float, mesh: jax.sharding.Me
         "compile_s": round(done - traced, 1),
         **found,
         "bound": max(bounds, key=bounds.get),
-        "seconds": [max(bounds.values()), sum(bounds.values())],
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second_and_device": [tokens / mesh.size / s for s in seconds],
+        "model_flops_utilisation": [flops / mesh.size / chip.flops / s for s in seconds],
     }
 
 
@@ -166,13 +176,14 @@ def seconds_on_links(op, sides: list[int], chip: Chip) -> float:
     return op.sent * max(hops, 1) / (chip.links * min(len(sides), chip.torus) / chip.torus)
 
 
-def tell(title: str, found: dict, workdir: str) -> None:
-    """Print the report as a table and save it in `workdir` as compile_only.json, whole or not."""
-    path = epath.Path(workdir) / "compile_only.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(found, indent=1) + "\n")
-    print("\n".join(lines(title, found)))
-    print(f"saved as {path}")
+def tell(path: str | None, reports: dict[str, dict]) -> None:
+    """Print reports by their titles as tables; with a path save them as JSON, whole or not."""
+    for title, found in reports.items():
+        print("\n".join(lines(f"One {title}", found)), end="\n\n")
+    if path:
+        epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(epath.Path(path), json.dumps(reports, indent=1) + "\n")
+        print(f"saved as {path}")
 
 
 def lines(title: str, found: dict) -> list[str]:
@@ -188,10 +199,9 @@ def lines(title: str, found: dict) -> list[str]:
     best, worst = found["seconds"]
     out += [f"  {best:11.6f}  all overlapping (bound: {found['bound']})"]
     out += [f"  {worst:11.6f}  one after another"]
-    if "tokens" in found:
-        rates, used = found["tokens_per_second_and_device"], found["model_flops_utilisation"]
-        out += ["", f"tokens a second and device: {rates[0]:,.0f} to {rates[1]:,.0f}"]
-        out += [f"model FLOPs utilisation: {used[0]:.1%} to {used[1]:.1%}"]
+    rates, used = found["tokens_per_second_and_device"], found["model_flops_utilisation"]
+    out += ["", f"tokens a second and device: {rates[1]:,.1f} to {rates[0]:,.1f}"]
+    out += [f"model FLOPs utilisation: {used[1]:.1%} to {used[0]:.1%}"]
     out += ["", "GB sent, seconds, runs of each exchange"]
     for row in found["collectives"]:
         out.append(
@@ -217,18 +227,53 @@ def train_report(config: TrainConfig, topology: str) -> dict:
             train_step, config=config, tx=tx, learning_rate=schedule(config.optim, config.steps)
         )
         tokens = data.batch * data.seq_len
-        model_flops = tokens * train_flops_per_token(config.model, data.seq_len)
-        again = 4 / 3 if config.model.remat in ("layer", "group") else 1
-        found = report(
+        return report(
             jax.jit(step, donate_argnums=0),
             (state, batch),
             {"parameters": state.model, "optimizer": state.opt, "batch": batch},
-            again * model_flops,
-            mesh,
+            tokens * train_flops_per_token(config.model, data.seq_len),
+            tokens,
+            again=4 / 3 if config.model.remat in ("layer", "group") else 1,
         )
-    peak = CHIPS[found["device"]].flops * mesh.size
-    return found | {
-        "tokens": tokens,
-        "tokens_per_second_and_device": [tokens / mesh.size / s for s in found["seconds"]],
-        "model_flops_utilisation": [model_flops / peak / s for s in found["seconds"]],
-    }
+
+
+def serve_reports(
+    model: dict,
+    dtype: str,
+    is_packed: bool,
+    topology: str,
+    sizes: dict[str, int],
+    rows_a_device: int,
+    *,
+    piece: int,
+    max_length: int,
+) -> dict[str, dict]:
+    """`report` of a piece of a prompt and of a next token, for full rows of `max_length` tokens.
+
+    model: a `ModelConfig` as a mapping; sizes: of the mesh axes. Raises ValueError.
+    """
+    config = as_served(from_dict(ModelConfig, model, "config.model"), dtype, is_packed)
+    mesh = make_mesh(**sizes, devices=described_devices(topology))
+    check_serving(config, mesh)
+    B, S = rows_a_device * mesh.size, engine.bucket(max_length, SLOTS, 4, max_length)
+    with jax.set_mesh(mesh):
+        k3 = jax.tree.map(placed, abstract(config))
+        cache = jax.tree.map(placed, jax.eval_shape(functools.partial(fresh_cache, config, B, S)))
+        whole = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+        rows = (
+            whole((B,), jnp.int32),
+            jax.tree.map(lambda x: whole(x.shape, x.dtype), engine.fresh_draw(B)),
+        )
+
+        def compiled(n, flops):
+            args = (k3, cache, whole((B, n), jnp.int32), *rows)
+            return report(
+                engine.step, args, {"parameters": k3, "cache": cache}, B * n * flops, B * n
+            )
+
+        return {
+            f"piece of {piece} tokens for {B} rows of {S}": compiled(
+                piece, forward_flops_per_token(config, S)
+            ),
+            f"next token for {B} rows of {S}": compiled(1, decode_flops_per_token(config, S)),
+        }

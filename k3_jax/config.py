@@ -108,6 +108,12 @@ class ModelConfig:
         check_model(self)
 
 
+def as_served(c: ModelConfig, dtype: str, is_packed: bool = False) -> ModelConfig:
+    """The same model for inference: weights and products in `dtype`, and no token dropped."""
+    moe = dataclasses.replace(c.moe, packed=is_packed, exchange="plain", capacity=0.0)
+    return dataclasses.replace(c, dtype=dtype, param_dtype=dtype, remat="none", moe=moe)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """One source of documents in the mixture.

@@ -9,6 +9,18 @@ def forward_flops_per_token(c: ModelConfig, seq_len: int) -> float:
     Matrix products with active weights, MLA's causal scores and sums (seq_len / 2 keys on
     average), and KDA's recurrence (three products of k x v per head: error, write, read).
     """
+    m = c.mla
+    key = m.key_dim + m.shared_key_dim + m.value_dim
+    return _flops_per_token(c, key * seq_len / 2)
+
+
+def decode_flops_per_token(c: ModelConfig, n_keys: int) -> float:
+    """The same of a token that attends to `n_keys` latents as they are in the cache."""
+    return _flops_per_token(c, (2 * c.mla.kv_latent + c.mla.shared_key_dim) * n_keys)
+
+
+def _flops_per_token(c: ModelConfig, attention: float) -> float:
+    """`attention`: multiply-adds of one MLA head with its keys."""
     D, n_mla = c.width, len(c.mla_layers)
     n_kda, n_moe = c.n_layers - n_mla, c.n_layers - c.n_dense
     P = c.kda.n_heads * c.kda.head_dim
@@ -18,7 +30,7 @@ def forward_flops_per_token(c: ModelConfig, seq_len: int) -> float:
     q = m.key_dim + m.shared_key_dim
     mla = m.query_latent * (D + H * q) + D * (m.kv_latent + m.shared_key_dim)
     mla += m.kv_latent * H * (m.key_dim + m.value_dim) + 2 * D * H * m.value_dim
-    mla += H * (q + m.value_dim) * seq_len / 2
+    mla += H * attention
     e = c.moe
     moe = D * e.n_experts + 2 * D * e.latent_width + 3 * D * e.n_shared * e.expert_width
     moe += e.n_active * 3 * e.latent_width * e.expert_width

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from k3_jax.config import ModelConfig
 from sharding import act_spec
 
+SLOTS = 256  # the engine's caches have a multiple of it
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass

@@ -4,10 +4,11 @@ data     rows; weights are copied along it. The axis that may span slices of a p
 fsdp     rows; weights rest split over it and are gathered where they are used
 expert   rows; routed experts live on it, and the other weights rest split over it too
 seq      the time axis of long rows
-tensor   heads and hidden channels (serving); routed experts too
+tensor   heads, hidden channels and the slots of a cache (serving); routed experts too
 """
 
 import math
+import re
 
 import jax
 import numpy as np
@@ -45,8 +46,8 @@ def make_mesh(
     if total != len(devices):
         raise ValueError(
             f"mesh sizes {sizes} need {total} devices, but {len(devices)} are here "
-            f"({devices[0].platform}); set --config.mesh.{{{','.join(AXES)}}} so that "
-            f"their product is {len(devices)}, or one of them to -1"
+            f"({devices[0].platform}): their product must be {len(devices)}, and one of them may "
+            "be -1, the devices that are left"
         )
     if slices < 1 or sizes["data"] % slices:
         raise ValueError(
@@ -56,6 +57,20 @@ def make_mesh(
     return jax.sharding.Mesh(
         _arranged(sizes, slices, devices), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES)
     )
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """ "data=2,tensor=-1" -> {"data": 2, "tensor": -1}, as `make_mesh` takes them."""
+    found = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in found or not re.fullmatch(r"-?\d+", size):
+            raise ValueError(
+                f"--mesh={text!r}: {part!r} is not AXIS=SIZE with an axis of its own among "
+                f"{', '.join(AXES)}"
+            )
+        found[axis] = int(size)
+    return found
 
 
 def _arranged(sizes: dict[str, int], slices: int, devices) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Compiling for slices that are not here: what is read of the text, what is refused, and how."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from serve_models import CONFIG as SERVED
 
 from k3_jax import compile_only, hlo
+from k3_jax.checks import check_serving
 from k3_jax.chips import CHIPS
 from k3_jax.compile_only import described_devices, refusal, seconds_on_links, spanned
+from k3_jax.config import KdaConfig, MoeConfig
 from sharding import AXES, make_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,8 +131,9 @@ def test_the_table_says_what_the_file_says(tmp_path, capsys):
         "tokens_per_second_and_device": [100.0, 72.7],
         "model_flops_utilisation": [0.5, 0.36],
     }
-    compile_only.tell("One step", found, str(tmp_path / "run"))
-    assert json.loads((tmp_path / "run" / "compile_only.json").read_text()) == found
+    path = tmp_path / "run" / "plan.json"
+    compile_only.tell(str(path), {"step": found})
+    assert json.loads(path.read_text()) == {"step": found}
     told = capsys.readouterr().out
     for words in (
         "One step: 64 x TPU v5p (expert 64)",
@@ -136,23 +141,75 @@ def test_the_table_says_what_the_file_says(tmp_path, capsys):
         "42.000  of 102.0",
         "1.000000  all overlapping (bound: compute)",
         "1.375000  one after another",
-        "utilisation: 50.0% to 36.0%",
+        "utilisation: 36.0% to 50.0%",
         "5.000     0.100000       3  all-gather over expert",
     ):
         assert words in told, words
 
 
+def started(program, *flags):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, program, *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--compile_only"], "--compile_only, --topology and --config go together"),
+        (["--mesh=tensors=2"], "'tensors=2' is not AXIS=SIZE with an axis of its own among data,"),
+        (["--mesh=tensor=2,tensor=2"], "'tensor=2' is not AXIS=SIZE with an axis of its own"),
+        (["--mesh="], "'' is not AXIS=SIZE"),
+    ],
+)
+def test_serving_flags_that_mean_nothing_are_refused(flags, told):
+    done = started("serve.py", "--checkpoint=none", "--prompt=x", *flags)
+    assert done.returncode == 1 and told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mesh_that_cannot_serve_is_refused():
+    with pytest.raises(ValueError, match="mesh.seq=2: serving does not split rows in time"):
+        check_serving(SERVED, make_mesh(seq=2, devices=jax.devices()[:2]))
+    with pytest.raises(ValueError, match="mesh.tensor=8 does not divide {'kda.n_heads'"):
+        check_serving(SERVED, make_mesh(tensor=8))
+    three = dataclasses.replace(
+        SERVED,
+        vocab_size=300,
+        dense_width=96,
+        kda=KdaConfig(n_heads=3, head_dim=32),
+        mla=dataclasses.replace(SERVED.mla, n_heads=3),
+        moe=MoeConfig(n_experts=6, n_active=2, latent_width=96, expert_width=96),
+    )
+    with pytest.raises(ValueError, match="mesh.tensor=3 does not divide a cache of 256 slots"):
+        check_serving(three, make_mesh(tensor=3, devices=jax.devices()[:3]))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 @pytest.mark.slow
-def test_a_step_compiles_for_a_slice_and_too_much_is_refused(tmp_path):
-    def run(*more):
-        command = [sys.executable, "train.py", "--config=configs/k3_tiny.py", "--compile_only"]
-        command += ["--topology=v6e:2x2", f"--workdir={tmp_path}", "--config.mesh.fsdp=4", *more]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    done = run()
+def test_a_training_step_compiles_for_a_slice(tmp_path):
+    done = started(
+        "train.py",
+        "--config=configs/k3_tiny.py",
+        "--compile_only",
+        "--topology=v6e:2x2",
+        f"--workdir={tmp_path}",
+        "--config.mesh.fsdp=4",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads((tmp_path / "compile_only.json").read_text())
+    (found,) = json.loads((tmp_path / "compile_only.json").read_text()).values()
     assert found["devices"] == 4 and found["mesh"] == {"fsdp": 4}
     assert found["memory_bytes"]["parameters"] > 0 and found["collectives"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+@pytest.mark.slow
+def test_serving_compiles_for_a_slice(tmp_path):
+    flags = ["--config=configs/k3_tiny.py", "--compile_only", "--topology=v6e:2x2"]
+    flags += ["--mesh=expert=2,tensor=2", "--max_length=1000", f"--output={tmp_path}/plan.json"]
+    done = started("serve.py", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [*found] == ["piece of 256 tokens for 32 rows of 1024", "next token for 32 rows of 1024"]
+    for program in found.values():
+        assert program["mesh"] == {"expert": 2, "tensor": 2} and program["collectives"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -103,6 +104,20 @@ def test_seeds_repeat_and_differ_and_ignore_neighbours(engine):
     assert moved[5][0] != want[0][0]
 
 
+@pytest.mark.parametrize("sizes", [dict(expert=2, tensor=2), dict(tensor=2)], ids=str)
+def test_heads_experts_and_slots_on_several_devices_change_no_answer(sizes, engine, quick_compiler):
+    """Greedy answers beside one device's; logprobs differ by the order of float32 sums."""
+    asked = requests((5, 64, 65, 1), dataclasses.replace(GREEDY, max_tokens=6))
+    want = run(engine, asked)
+    mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+    with jax.set_mesh(mesh):
+        split = Engine(build(CONFIG), n_rows=4, piece=64, smallest=1024)
+        got = run(split, asked)
+    for i, (tokens, logprobs, reason) in want.items():
+        assert got[i][::2] == (tokens, reason)
+        np.testing.assert_allclose(got[i][1], logprobs, atol=1e-4)
+
+
 def test_programs_are_two_a_bucket_whatever_is_asked(engine):
     """Settings, lengths, numbers of rows and seats are data; buckets are few."""
     run(engine, requests((5,)))
@@ -110,8 +125,9 @@ def test_programs_are_two_a_bucket_whatever_is_asked(engine):
     run(engine, requests((1, 3, 70, 100, 200)))
     run(engine, requests((9, 8), Settings(max_tokens=3, temperature=0.7, top_k=3, min_p=0.1)))
     assert engine_module.step._cache_size() == before
-    assert len({bucket(n, smallest=256, growth=4) for n in range(1, 32769)}) == 5
-    assert all(bucket(n, 256, 4) >= n for n in (1, 256, 257, 32768))
+    assert len({bucket(n, 256, 4, 32768) for n in range(1, 32769)}) == 5
+    assert all(bucket(n, 256, 4, 32768) >= n for n in (1, 256, 257, 32768))
+    assert bucket(1025, 256, 4, 1100) == 1280, "no more slots than max_length can fill"
 
 
 def test_what_cannot_be_served_is_said_row_by_row(engine):

@@ -1,6 +1,5 @@
 """Opens a checkpoint for inference, one of ours or one in the released format."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from k3_jax.checkpoint.safetensors import read_index
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checkpoint.to_orbax import FILES, SOURCE, STATE
 from k3_jax.checkpoint.tree import placed
-from k3_jax.config import ModelConfig, from_dict
+from k3_jax.config import ModelConfig, as_served, from_dict
 from k3_jax.model import K3, abstract
 from k3_jax.quant import mxfp4
 from k3_jax.quant.mxfp4 import Mxfp4
@@ -56,26 +55,25 @@ def open_checkpoint(path: str, dtype: str, is_packed: bool = False) -> Opened:
         raise FileNotFoundError(f"checkpoint {path}: no such directory")
     if not directory.is_dir():
         raise NotADirectoryError(f"checkpoint {path} is a file; give the directory that holds it")
-    precision = dict(dtype=dtype, param_dtype=dtype, remat="none")
     if (directory / manifest.NAME).exists() and directory.name.isdigit():
-        return _open_ours(directory.parent, int(directory.name), precision, is_packed)
+        return _open_ours(directory.parent, int(directory.name), dtype, is_packed)
     for place in (directory / "checkpoints", directory):
         if manifest.numbered(place):
-            return _open_ours(place, None, precision, is_packed)
+            return _open_ours(place, None, dtype, is_packed)
     if (directory / "config.json").exists():
         if is_packed:
             raise ValueError(
                 f"{path} is in the released format, whose experts are widened when they are read: "
                 "convert it first (python -m k3_jax.checkpoint.convert hf-to-orbax SRC DST)"
             )
-        return _open_released(directory, precision)
+        return _open_released(directory, dtype)
     raise FileNotFoundError(
         f"checkpoint {path}: neither numbered steps of a training run (in it or in its "
         "checkpoints/) nor a config.json with safetensors files"
     )
 
 
-def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_packed: bool) -> Opened:
+def _open_ours(directory: epath.Path, step: int | None, dtype: str, is_packed: bool) -> Opened:
     store = Store(directory)
     meta = store.read_meta(step)
     step = store.steps()[-1] if step is None else step
@@ -84,13 +82,11 @@ def _open_ours(directory: epath.Path, step: int | None, precision: dict, is_pack
         sizes, tokenizer = meta["config"]["model"], meta["config"]["data"]["tokenizer"]
     except KeyError:
         raise CheckpointError(f"{path} does not say which model it holds") from None
-    config = dataclasses.replace(from_dict(ModelConfig, sizes, "config.model"), **precision)
+    trained = from_dict(ModelConfig, sizes, "config.model")
+    config, kept = (as_served(trained, dtype, packed) for packed in (False, is_packed))
     # A converted checkpoint brings the files that the released one had.
     files = path / SOURCE / FILES
     tokenizer = _tokenizer_in(files) or tokenizer or None
-
-    moe = dataclasses.replace(config.moe, packed=is_packed)
-    kept = dataclasses.replace(config, moe=moe)
 
     def load():
         model = abstract(config)
@@ -203,8 +199,8 @@ def _tokenizer_in(directory: epath.Path) -> str | None:
     return str(directory) if any((directory / n).exists() for n in TOKENIZER_FILES) else None
 
 
-def _open_released(directory: epath.Path, precision: dict) -> Opened:
-    config = from_hf(directory / "config.json", **precision)
+def _open_released(directory: epath.Path, dtype: str) -> Opened:
+    config = as_served(from_hf(directory / "config.json"), dtype)
     tokenizer = _tokenizer_in(directory)
     # A cut file or a missing one is told before the weights are read.
     read_index(directory)

@@ -10,12 +10,14 @@ from k3_jax.layers.norm import rms_norm
 from k3_jax.state import MlaCache, Rows
 from pallas_kernels.mla import (
     absorbed_attention,
+    all_slots,
     cached_attention,
     expand,
+    own_slots,
     self_attention,
     self_attention_sharded,
 )
-from sharding import on_shards, present
+from sharding import ACTIVATION, on_shards, present
 
 
 class Mla(nnx.Module):
@@ -81,6 +83,7 @@ class Mla(nnx.Module):
         """A piece of a prompt against the whole cache, keys and values widened from the latent."""
 
         def attend(q, latent, slots, *key_value_b):
+            latent = all_slots(latent, _dealt_over())
             return cached_attention(q, *expand(latent, *key_value_b), slots, scale=self.scale)
 
         return on_shards(attend, "BTHq,BSM,BT,CHk,CHv -> BTHv")(
@@ -96,7 +99,9 @@ class Mla(nnx.Module):
         q_BTHC = einsum("BTHk,CHk->BTHC", q_BTHq[..., :k], self.k_b_CHk)
 
         def attend(q, q_shared, latent, slots):
-            return absorbed_attention(q, q_shared, latent, slots, scale=self.scale)
+            return absorbed_attention(
+                q, q_shared, latent, slots, scale=self.scale, axis=_dealt_over()
+            )
 
         o_BTHC = on_shards(attend, "BTHC,BTHr,BSM,BT -> BTHC")(
             q_BTHC, q_BTHq[..., k:], latent_BSM, rows.slots_BT
@@ -104,9 +109,14 @@ class Mla(nnx.Module):
         return einsum("BTHC,CHv->BTHv", o_BTHC, self.v_b_CHv)
 
 
+def _dealt_over() -> str | None:
+    """The mesh axis over which the slots of a cache are dealt (`pallas_kernels.mla.slots`)."""
+    return next(iter(present(ACTIVATION["S"])), None)
+
+
 def _write(latent_BSM, new_BTM, slots_BT):
-    B, S, _ = latent_BSM.shape
-    # A pad's slot is -1; a slot past the end is dropped, one before it would wrap.
+    (B, S, _), slots_BT = latent_BSM.shape, own_slots(slots_BT, _dealt_over())
+    # What is not written here has slot -1; one past the end is dropped, one before it would wrap.
     slots = jnp.where(slots_BT < 0, S, slots_BT)
     return latent_BSM.at[jnp.arange(B)[:, None], slots].set(
         new_BTM.astype(latent_BSM.dtype), mode="drop"

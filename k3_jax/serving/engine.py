@@ -17,7 +17,7 @@ import numpy as np
 
 from k3_jax.model import K3, fresh_cache
 from k3_jax.serving.sampling import Draw, Drawn, Settings, draw_tokens
-from k3_jax.state import K3Cache
+from k3_jax.state import SLOTS, K3Cache
 from sharding import act_spec, on_shards
 
 
@@ -67,12 +67,15 @@ class _Row:
         return piece
 
 
-def bucket(n: int, smallest: int, growth: int) -> int:
-    """The first of smallest, smallest * growth, smallest * growth^2, ... that holds n."""
+def bucket(n: int, smallest: int, growth: int, largest: int) -> int:
+    """The first of smallest, smallest * growth, smallest * growth^2, ... that holds n.
+
+    At most `largest` >= n, rounded up to a multiple of `smallest`.
+    """
     size = smallest
     while size < n:
         size *= growth
-    return size
+    return min(size, -(-largest // smallest) * smallest)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -116,7 +119,7 @@ class Engine:
         *,
         n_rows: int = 8,
         piece: int = 256,
-        smallest: int = 256,
+        smallest: int = SLOTS,
         max_length: int = 32768,
     ):
         """`piece` tokens of each prompt go in at a time; `smallest` is the first bucket's length.
@@ -157,7 +160,7 @@ class Engine:
                 yield Finished(request, [], [], "error", why)
                 continue
             length = len(request.tokens) + request.settings.max_tokens
-            n_slots = bucket(length, self.smallest, growth=4)
+            n_slots = bucket(length, self.smallest, 4, self.max_length)
             groups.setdefault(n_slots, deque()).append(request)
         for n_slots, waiting in sorted(groups.items()):
             yield from self._run_bucket(waiting, n_slots, watch)
@@ -198,9 +201,7 @@ class Engine:
                 yield end
 
     def _draw(self, turn: dict[int, _Row]) -> Draw:
-        columns = [np.zeros(self.n_rows, t) for t in ("f4", "i4", "f4", "f4", "u4", "u4", "u4")]
-        draw = Draw(*columns)
-        draw.top_p_B[:] = 1
+        draw = fresh_draw(self.n_rows)
         for b, row in turn.items():
             s = row.request.settings
             values = (
@@ -215,6 +216,14 @@ class Engine:
             for column, value in zip(draw, values, strict=True):
                 column[b] = value
         return draw
+
+
+def fresh_draw(n_rows: int) -> Draw:
+    """Rows for which nothing has been asked yet."""
+    columns = [np.zeros(n_rows, t) for t in ("f4", "i4", "f4", "f4", "u4", "u4", "u4")]
+    draw = Draw(*columns)
+    draw.top_p_B[:] = 1
+    return draw
 
 
 def _end(row: _Row, token: int, logprob: float, is_finite: bool, watch) -> Finished | None:

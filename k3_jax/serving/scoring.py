@@ -68,7 +68,7 @@ def score(
             )
             yield Scored(request, [], error=why)
             continue
-        groups.setdefault(bucket(n, smallest=256, growth=2), []).append(request)
+        groups.setdefault(bucket(n, 256, 2, max_length), []).append(request)
     for n_tokens, group in sorted(groups.items()):
         for rows in batched(group, n_rows):
             yield from _score_rows(model, rows, n_rows, n_tokens, with_rows)

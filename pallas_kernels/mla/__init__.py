@@ -9,14 +9,17 @@ import jax.numpy as jnp
 from pallas_kernels.common import automatic
 from pallas_kernels.mla import absorbed, blocks, reference, splash
 from pallas_kernels.mla.sequence import expand, self_attention_sharded
+from pallas_kernels.mla.slots import all_slots, over_slots, own_slots
 
 IMPLS = ("auto", "blocks", "splash", "reference")
 ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
 __all__ = [
     "absorbed_attention",
+    "all_slots",
     "cached_attention",
     "expand",
+    "own_slots",
     "self_attention",
     "self_attention_sharded",
 ]
@@ -78,12 +81,13 @@ def cached_attention(q_BTHq, k_BSHq, v_BSHv, q_index_BT, *, scale):
     )
 
 
-def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, impl="auto"):
+def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, axis=None, impl="auto"):
     """o_t = sum over slots s <= q_index_t of softmax(scale (q_t.c_s + q_pe_t.k_pe_s)) c_s.
 
     The decode form: M = C + r, a slot is [c | k_pe], shared by all heads. The query is already
     multiplied by the key half of kv_b, and the value half is applied to the result [B,T,H,C] by
     the caller. q_index_BT, pads and dead slots as in `cached_attention`.
+    axis: the mesh axis over which slots are dealt (`slots`), and H is split; inside shard_map.
     impl: "plain" is jnp; "pallas" a TPU kernel for up to 8 queries a row and C in multiples of
     128, without a gradient, which reads the live part of the cache once; "auto" is "pallas" on TPU
     for what it can take, else "plain". Raises ValueError for what does not fit.
@@ -102,7 +106,13 @@ def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, impl
         reason = absorbed.fits(q_BTHM, latent_BSM, C)
         impl = automatic("MLA absorbed attention", "plain", obstacle=reason)
     attend = absorbed.attend if impl == "pallas" else absorbed.attend_plain
-    return attend(q_BTHM, latent_BSM, q_index_BT, scale=scale, C=C)
+    if axis is None:
+        return attend(q_BTHM, latent_BSM, q_index_BT, scale=scale, C=C)
+
+    def with_lse(q, index):
+        return attend(q, latent_BSM, index, scale=scale, C=C, with_lse=True)
+
+    return over_slots(with_lse, q_BTHM, q_index_BT, axis).astype(q_BTHC.dtype)
 
 
 def _live_slots(q_index_BT, S):

@@ -20,8 +20,11 @@ MOST_SLOTS = 1024  # a step
 HIDDEN = -1e30  # a score that counts for nothing and, unlike -inf, never makes NaN
 
 
-def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C):
+def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C, with_lse=False):
     """o_t = sum over slots s <= q_index_t of softmax(scale q_t.latent_s) latent_s[:C], in q's type.
+
+    with_lse: o in float32 and log sum_s exp(scale q_t.latent_s) [B,T,H], from which o over several
+    caches follows; of a query that sees no slot they are 0 and HIDDEN.
 
     The cache is multiplied as it is and the scores of dead slots are dropped; in the sum, where
     NaN times a weight of 0 would count, XLA zeroes dead slots on their way into the product.
@@ -29,13 +32,18 @@ def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C):
     slots_S = jnp.arange(latent_BSM.shape[1])
     scores_BHTS = scale * dot32("BTHM,BSM->BHTS", q_BTHM, latent_BSM)
     visible_B1TS = (slots_S <= q_index_BT[..., None])[:, None]
-    p_BHTS = jax.nn.softmax(jnp.where(visible_B1TS, scores_BHTS, HIDDEN), axis=-1)
+    scores_BHTS = jnp.where(visible_B1TS, scores_BHTS, HIDDEN)
+    p_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
     live_BS1 = (slots_S <= q_index_BT.max(axis=1, keepdims=True))[..., None]
     values_BSM = jnp.where(live_BS1, latent_BSM, 0)
     # All M channels, of which some are dropped: a slice of the cache would be a copy of it.
     o_BTHM = dot32("BHTS,BSM->BTHM", p_BHTS.astype(latent_BSM.dtype), values_BSM)
-    o_BTHC = jnp.where((q_index_BT >= 0)[..., None, None], o_BTHM[..., :C], 0)
-    return o_BTHC.astype(q_BTHM.dtype)
+    is_real_BT11 = (q_index_BT >= 0)[..., None, None]
+    o_BTHC = jnp.where(is_real_BT11, o_BTHM[..., :C], 0)
+    if not with_lse:
+        return o_BTHC.astype(q_BTHM.dtype)
+    lse_BTH = jnp.swapaxes(jax.nn.logsumexp(scores_BHTS, axis=-1), 1, 2)
+    return o_BTHC, jnp.where(is_real_BT11[..., 0], lse_BTH, HIDDEN)
 
 
 def fits(q_BTHM, latent_BSM, C):
@@ -75,7 +83,9 @@ def slots_per_step(S, rows, M, C, itemsize, vmem):
     return slots
 
 
-def attend(q_BTHM, latent_BSM, q_index_BT, *, scale, C, slots=None, interpret=False):
+def attend(
+    q_BTHM, latent_BSM, q_index_BT, *, scale, C, with_lse=False, slots=None, interpret=False
+):
     """`attend_plain` on a TPU. Slots after a row's last live one are not read, by whole steps.
 
     slots a step; None asks the chip. Float32 is multiplied in full precision. Has no gradient.
@@ -88,21 +98,24 @@ def attend(q_BTHM, latent_BSM, q_index_BT, *, scale, C, slots=None, interpret=Fa
         slots = slots_per_step(S, T * H, M, C, latent_BSM.dtype.itemsize, vmem)
     args = (q_BTHM, latent_BSM, jnp.minimum(q_index_BT, S - 1).astype(jnp.int32))
     axes = frozenset().union(*map(varying, args))
-    return _attend((scale, C, slots, interpret), *(vary(x, axes) for x in args))
+    return _attend((scale, C, with_lse, slots, interpret), *(vary(x, axes) for x in args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static, q_BTHM, latent_BSM, q_index_BT):
-    scale, C, slots, interpret = static
+    scale, C, with_lse, slots, interpret = static
     (B, T, H, M), S = q_BTHM.shape, latent_BSM.shape[1]
     R, dtype = T * H, q_BTHM.dtype
     row = functools.partial(pl.BlockSpec, index_map=lambda b, j, last: (b, 0, 0))
-    need = vmem_bytes(slots, R, M, C, dtype.itemsize)
-    o_BRC = pl.pallas_call(
-        functools.partial(_kernel, scale=scale),
+    need = vmem_bytes(slots, R, M, C, 4 if with_lse else dtype.itemsize)
+    out = functools.partial(
+        jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q_BTHM).manual_axis_type
+    )
+    o_BRC, *lse_BR1 = pl.pallas_call(
+        functools.partial(_kernel, scale=scale, with_lse=with_lse),
         name="absorbed_attention",
-        out_shape=jax.ShapeDtypeStruct(
-            (B, R, C), dtype, manual_axis_type=jax.typeof(q_BTHM).manual_axis_type
+        out_shape=(
+            [out((B, R, C), F32), out((B, R, 1), F32)] if with_lse else [out((B, R, C), dtype)]
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -115,7 +128,7 @@ def _attend(static, q_BTHM, latent_BSM, q_index_BT):
                     (1, M, slots), lambda b, j, last: (b, 0, jnp.minimum(j, _step(last[b], slots)))
                 ),
             ],
-            out_specs=row((1, R, C)),
+            out_specs=[row((1, R, C)), row((1, R, 1))][: 1 + with_lse],
             scratch_shapes=[pltpu.VMEM((R, n), F32) for n in (1, 1, C)],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -129,7 +142,8 @@ def _attend(static, q_BTHM, latent_BSM, q_index_BT):
         # XLA lays a cache of 576 channels out with slots on lanes: this moves nothing.
         jnp.swapaxes(latent_BSM, 1, 2),
     )
-    return o_BRC.reshape(B, T, H, C)
+    o_BTHC = o_BRC.reshape(B, T, H, C)
+    return (o_BTHC, lse_BR1[0].reshape(B, T, H)) if with_lse else o_BTHC
 
 
 def _no_gradient(*_):
@@ -144,7 +158,8 @@ def _step(last, slots):
     return jnp.maximum(last, 0) // slots
 
 
-def _kernel(last_B, index_R1, q_RM, latent_Ms, o_RC, top_R1, whole_R1, sum_RC, *, scale):
+def _kernel(last_B, index_R1, q_RM, latent_Ms, o_RC, *rest, scale, with_lse):
+    *lse_R1, top_R1, whole_R1, sum_RC = rest
     b, j = pl.program_id(0), pl.program_id(1)
     C, slots = o_RC.shape[2], latent_Ms.shape[2]
     precision = jax.lax.Precision.HIGHEST if q_RM.dtype == F32 else None
@@ -186,7 +201,11 @@ def _kernel(last_B, index_R1, q_RM, latent_Ms, o_RC, top_R1, whole_R1, sum_RC, *
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        o_RC[0] = jnp.where(index_R1[0] >= 0, sum_RC[...] / whole_R1[...], 0).astype(o_RC.dtype)
+        is_real_R1 = index_R1[0] >= 0
+        o_RC[0] = jnp.where(is_real_R1, sum_RC[...] / whole_R1[...], 0).astype(o_RC.dtype)
+        if with_lse:
+            lse = top_R1[...] + jnp.log(whole_R1[...])
+            lse_R1[0][0] = jnp.where(is_real_R1, lse, HIDDEN)
 
 
 __all__ = ["attend", "attend_plain", "fits", "slots_per_step", "vmem_bytes"]

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.mla import absorbed, absorbed_attention
+from pallas_kernels.mla import absorbed, absorbed_attention, all_slots, own_slots
 from pallas_kernels.mla.absorbed import slots_per_step, vmem_bytes
 
 C, R, SCALE = 128, 16, 192**-0.5
@@ -176,3 +176,49 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
         absorbed.attend(q[:, :1], latent.astype(jnp.bfloat16), index[:, :1], scale=1.0, C=C)
     with pytest.raises(ValueError, match="100000 queries and 128 slots of M=576 need"):
         slots_per_step(8192, 100_000, 576, 512, 2, 64 << 20)
+
+
+@pytest.mark.parametrize("form", ["pallas", "plain"])
+def test_the_log_of_the_sum_is_returned_too(form):
+    index = np.asarray([[200], [-1], [64]], np.int32)
+    q, latent = example(3, 1, 4, 256, seed=2)
+    options = {} if form == "plain" else dict(slots=128, interpret=CAREFUL)
+    attend = absorbed.attend_plain if form == "plain" else absorbed.attend
+    run = jax.jit(lambda *x: attend(*x, scale=SCALE, C=C, with_lse=True, **options))
+    o, lse = run(*dirty(q, latent, index), jnp.asarray(index))
+    assert gap(o, defined(q, latent, index)) <= F32
+    scores = SCALE * np.einsum("bthm,bsm->bths", *(np.asarray(x, np.float64) for x in (q, latent)))
+    scores = np.where(np.arange(256) <= index[..., None, None], scores, -np.inf)
+    want = np.log(np.exp(scores[::2]).sum(-1))
+    np.testing.assert_allclose(lse[::2], want, rtol=1e-6)
+    assert np.all(lse[1] == absorbed.HIDDEN)
+
+
+def test_slots_that_are_dealt_over_devices_give_what_a_whole_cache_gives():
+    """Rows that end on the first device, on the last, and before every device has a slot."""
+    index = np.asarray([[0], [2], [-1], [63], [64]], np.int32)
+    q, latent = example(5, 1, 8, 80, seed=3)
+    q, latent = dirty(q, latent, index)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
+
+    def fn(q, latent, new, index, slots):
+        at = own_slots(slots, "tensor")
+        own = latent.at[jnp.arange(5)[:, None], jnp.where(at < 0, 20, at)].set(new, mode="drop")
+        args = q[..., :C], q[..., C:], own, index
+        o = absorbed_attention(*args, scale=SCALE, axis="tensor", impl="plain")
+        return o, all_slots(own, "tensor")[None]
+
+    heads, empty = P(None, None, "tensor"), jnp.zeros((5, 80, C + R))
+    run = jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=(heads, P(None, "tensor"), P(), P(), P()),
+        out_specs=(heads, P("tensor")),
+    )
+    slots = jnp.where(np.arange(80) % 7 == 3, -1, jnp.arange(80))[None].repeat(5, 0)
+    written = jnp.where(slots[..., None] >= 0, latent, 0)
+    o, whole = jax.jit(run)(q, empty, latent, jnp.asarray(index), slots)
+    for each in whole:
+        np.testing.assert_array_equal(each, written)
+    assert gap(o, defined(jnp.nan_to_num(q), np.nan_to_num(written, posinf=0), index)) <= F32
+    assert not np.asarray(o)[2].any()

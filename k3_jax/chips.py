@@ -24,6 +24,14 @@ class Chip(NamedTuple):
     links: float | None = None
     torus: int | None = None
 
+    def closes_ring(self, side: int) -> bool:
+        """Whether links join the ends of a slice's dimension of `side` chips.
+
+        Three-dimensional slices are made of cubes of 4 x 4 x 4; of the two-dimensional ones only
+        the whole pod's 16 chips are joined.
+        """
+        return side % 4 == 0 if self.torus == 3 else side == 16
+
 
 GIB = 1 << 30
 V5E = Chip(197e12, 16 * GIB, 819e9, 200e9, 2)

@@ -141,7 +141,7 @@ def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
     for op in collectives(text):
         if len(op.group) < 2:
             continue
-        axes, sides = spanned(op.group, mesh)
+        axes, sides = spanned(op.group, mesh, chip)
         row = rows.setdefault((op.opcode, axes), {"runs": 0, "sent_bytes": 0.0, "seconds": 0.0})
         row["runs"] += op.runs
         row["sent_bytes"] += op.runs * op.sent
@@ -156,24 +156,32 @@ def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
     }
 
 
-def spanned(group: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], list[int]]:
-    """The mesh axes along which a group's devices differ, and how many chips it spans each way."""
+def spanned(
+    group: tuple[int, ...], mesh: jax.sharding.Mesh, chip: Chip
+) -> tuple[tuple[str, ...], list[tuple[int, bool]]]:
+    """The mesh axes along which a group's devices differ; and how many chips it spans each way, and
+    whether these close a ring."""
     at = np.array(np.unravel_index(group, mesh.devices.shape))
     axes = tuple(a for a, x in zip(mesh.axis_names, at, strict=True) if len(set(x)) > 1)
+    sizes = 1 + np.max([d.coords for d in mesh.devices.flat], axis=0)
     places = np.array([mesh.devices.flat[i].coords for i in group])
-    return axes, [len(set(column)) for column in places.T if len(set(column)) > 1]
+    sides = [(len(set(column)), size) for column, size in zip(places.T, sizes, strict=True)]
+    return axes, [(n, n == size and chip.closes_ring(size)) for n, size in sides if n > 1]
 
 
-def seconds_on_links(op, sides: list[int], chip: Chip) -> float:
-    """Bytes over the links of the torus dimensions that a group spans, both ways round.
+def seconds_on_links(op, sides: list[tuple[int, bool]], chip: Chip) -> float:
+    """What the busiest link needs, all dimensions of the torus that a group spans at work at once.
 
-    In an all-to-all a byte passes a quarter of each ring on average. The two devices of a TPU7x
-    chip alone: no link is passed, and none is counted.
+    Sums and gathers pass both ways round a ring, and one way along a line. In an all-to-all along
+    n chips a link carries n/8 of what a device sends in a ring, and n/4 in the middle of a line.
+    The two devices of a TPU7x chip alone: no link is passed, and none is counted.
     """
     if not sides:
         return 0.0
-    hops = sum(sides) / 4 if "all-to-all" in op.opcode else 1
-    return op.sent * max(hops, 1) / (chip.links * min(len(sides), chip.torus) / chip.torus)
+    one_way = chip.links / (2 * chip.torus)
+    if "all-to-all" in op.opcode:
+        return op.sent * max(n / (8 if ring else 4) for n, ring in sides) / one_way
+    return op.sent / (one_way * sum(2 if ring else 1 for _, ring in sides))
 
 
 def tell(path: str | None, reports: dict[str, dict]) -> None:

@@ -83,7 +83,8 @@ class ModelConfig:
     `dtype` is what activations and matrix products use; `param_dtype` is what weights are stored
     in, except those that the release keeps in float32, which always are. `remat` names what the
     backward pass recomputes: "none", "layer" (keeps one row per layer), "group" (keeps one row per
-    group of layers) or "dots" (per layer, but keeps the results of weight products).
+    group of layers) or "dots" (per layer, but keeps the results of weight products). Where experts
+    are on other devices, what comes back from them is kept too.
     """
 
     vocab_size: int

@@ -16,7 +16,7 @@ from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
-from k3_jax.layers.moe import Moe, Routing
+from k3_jax.layers.moe import CAME_BACK, Moe, Routing
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from pallas_kernels.common import dot32
@@ -331,11 +331,13 @@ def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:
 
 def remat(fn, name: str, level: str):
     """`fn` recomputed in the backward pass when the remat `name` works at this `level`."""
-    if name == level:
-        return jax.checkpoint(fn)
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(CAME_BACK)
     if name == "dots" and level == "layer":
-        return jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    return fn
+        kept = policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
+    elif name != level:
+        return fn
+    return jax.checkpoint(fn, policy=kept)
 
 
 def _concatenate(trees, axis=0):

@@ -24,7 +24,7 @@ from k3_jax.config import KdaConfig, MoeConfig
 from sharding import AXES, make_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
-V5P = CHIPS["TPU v5p"]
+V5P, V6E = CHIPS["TPU v5p"], CHIPS["TPU v6e"]
 TEXT = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
@@ -72,17 +72,39 @@ def test_an_exchange_belongs_to_mesh_axes_and_torus_dimensions():
     mesh = SimpleNamespace(
         axis_names=AXES, devices=np.array(places).reshape(2, 1, 4, 1, 1), shape={}
     )
-    assert spanned((0, 1, 2, 3), mesh) == (("expert",), [4])
-    assert spanned((0, 4), mesh) == (("data",), [2])
-    assert spanned(tuple(range(8)), mesh) == (("data", "expert"), [2, 4])
+    assert spanned((0, 1, 2, 3), mesh, V5P) == (("expert",), [(4, True)])
+    assert spanned((0, 4), mesh, V5P) == (("data",), [(2, False)])
+    assert spanned((0, 1), mesh, V5P) == (("expert",), [(2, False)])
+    assert spanned(tuple(range(8)), mesh, V5P) == (("data", "expert"), [(2, False), (4, True)])
+    assert spanned((0, 1, 2, 3), mesh, V6E) == (("expert",), [(4, False)])
+    # Of six links of 100 GB/s a gather round a ring has two, and along a line one.
     moved = hlo.Collective("all-gather", 1, 6e9, (0, 1))
-    # One of three torus dimensions has a third of the links; a chip's own two cores have none.
-    assert seconds_on_links(moved, [4], V5P) == pytest.approx(6e9 / 200e9)
-    assert seconds_on_links(moved, [2, 4, 4], V5P) == pytest.approx(6e9 / 600e9)
+    assert seconds_on_links(moved, [(4, True)], V5P) == pytest.approx(6 / 200)
+    assert seconds_on_links(moved, [(2, False), (4, True), (4, True)], V5P) == pytest.approx(
+        6 / 500
+    )
     assert seconds_on_links(moved, [], V5P) == 0
-    # In an all-to-all round a ring of 16 a byte passes four links.
-    routed = hlo.Collective("ragged-all-to-all", 1, 6e9, (0, 1))
-    assert seconds_on_links(routed, [16], V5P) == pytest.approx(4 * 6e9 / 200e9)
+
+
+@pytest.mark.parametrize("n, is_ring", [(4, False), (8, False), (8, True), (16, True)])
+def test_the_busiest_link_of_an_all_to_all_is_that_of_a_walk(n, is_ring):
+    """Every chip sends 1/n of its rows to every chip, the shorter way round."""
+    carried = np.zeros((n, 2))
+    for a in range(n):
+        for b in range(n):
+            steps = b - a
+            if is_ring:
+                steps = (steps + n // 2) % n - n // 2
+            # Half a ring away, half of the rows go each way.
+            ways = [steps, -steps] if is_ring and 2 * abs(steps) == n else [steps]
+            for way in ways:
+                at, step = a, 1 if way > 0 else -1
+                for _ in range(abs(way)):
+                    link = at if step > 0 else (at - 1) % n
+                    carried[link, step > 0] += 1 / n / len(ways)
+                    at = (at + step) % n
+    routed = hlo.Collective("ragged-all-to-all", 1, 100e9, (0, 1))
+    assert seconds_on_links(routed, [(n, is_ring)], V5P) == pytest.approx(carried.max())
 
 
 def test_what_does_not_fit_is_told_by_kind_and_by_how_much():

@@ -84,7 +84,7 @@ class Mla(nnx.Module):
 
         def attend(q, latent, slots, *key_value_b):
             latent = all_slots(latent, _dealt_over())
-            return cached_attention(q, *expand(latent, *key_value_b), slots, scale=self.scale)
+            return cached_attention(q, latent, *key_value_b, slots, scale=self.scale)
 
         return on_shards(attend, "BTHq,BSM,BT,CHk,CHv -> BTHv")(
             q_BTHq, latent_BSM, rows.slots_BT, *self._key_value_b(q_BTHq.dtype)

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig, MoeConfig
@@ -24,6 +25,8 @@ from sharding.balance import plan, prefetch
 from sharding.exchange import exchange, gather_counts, routes
 
 F32 = jnp.float32
+# What `model.remat` does not make again, by its checkpoint name.
+CAME_BACK = "rows back from experts"
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +97,9 @@ class Moe(nnx.Module):
         mixed_BTL, n_dropped = on_shards(self._experts, signature, ROUTED)(
             *(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights
         )
+        if present(ROUTED["E"]):
+            # Kept for the backward pass, which fetches no row of it from other devices again.
+            mixed_BTL = checkpoint_name(mixed_BTL, CAME_BACK)
         mixed_BTL = jax.reshard(mixed_BTL, act_spec("BT."))
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)
         y_BTD = einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD)
@@ -116,17 +122,21 @@ class Moe(nnx.Module):
         place_n = jnp.argsort(order_n)
         sizes_E = jnp.bincount(expert_n, length=E + 1)[:E]
 
-        x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_n.reshape(B * T, A))
-        y_nL, n_dropped = self._at_home(x_nL, sizes_E, weights)
-        y_BTAL = permute(y_nL, place_n, order_n).reshape(B, T, A, -1)
-        mixed_BTL = jnp.einsum("BTAL,BTA->BTL", y_BTAL.astype(F32), weights_BTA)
-        return mixed_BTL.astype(latent_BTL.dtype), n_dropped
+        place_NA = place_n.reshape(B * T, A)
+        x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_NA)
+        share_n = permute(weights_BTA.reshape(-1), order_n, place_n)
+        y_nL, n_dropped = self._at_home(x_nL, share_n, sizes_E, weights)
+        return collect(y_nL, order_n, place_NA).reshape(latent_BTL.shape), n_dropped
 
-    def _at_home(self, x_nL, sizes_E, weights):
-        """Rows sorted by expert, each through its expert on the device where that lives."""
+    def _at_home(self, x_nL, share_n, sizes_E, weights):
+        """Rows sorted by expert, each through its expert on the device where that lives.
+
+        They come back multiplied by their share of their token: its gradient wants them as they
+        are, and there they are.
+        """
         axes = present(ROUTED["E"])
         if not axes:
-            return self._apply(x_nL, sizes_E, *weights), jnp.zeros((), jnp.int32)
+            return self._apply(x_nL, share_n, sizes_E, *weights), jnp.zeros((), jnp.int32)
         n, counts_RE = len(x_nL), gather_counts(sizes_E, axes)
         bound = row_bound(n, len(counts_RE), self.config.moe)
         if self.config.moe.exchange == "balanced":
@@ -136,11 +146,16 @@ class Moe(nnx.Module):
         else:
             there, n_dropped = routes(counts_RE, bound, axes)
             sizes_P = there.got_RP.sum(0)
-        y_mL = self._apply(exchange(x_nL, there, bound, axes), sizes_P, *weights)
+        x_mL, share_m = (exchange(x, there, bound, axes) for x in (x_nL, share_n))
+        y_mL = self._apply(x_mL, share_m, sizes_P, *weights)
         y_nL = exchange(y_mL, there.back(), n, axes)
         return y_nL, jax.lax.psum(n_dropped, present((*TOKENS, "tensor")))
 
-    def _apply(self, x_nL, sizes_E, *weights):
+    def _apply(self, x_nL, share_n, sizes_E, *weights):
+        y_nL = self._glu(x_nL, sizes_E, *weights)
+        return (y_nL.astype(F32) * share_n[:, None]).astype(y_nL.dtype)
+
+    def _glu(self, x_nL, sizes_E, *weights):
         c = self.config
         beta = dict(beta=c.situ_beta, linear_beta=c.situ_linear_beta)
         if c.moe.packed:
@@ -170,36 +185,49 @@ def row_bound(n_rows: int, n_ranks: int, c: MoeConfig) -> int:
 def spread(x_NL, order_n, place_NA):
     """The copies of each token, sorted by expert: row order[i] // A for the i-th.
 
-    place says where a token's copies went. The gradient is their sum in float32, gathered, where
-    autodiff would scatter.
+    place says where a token's copies went. The gradient is `collect`, where autodiff would scatter.
     """
     return x_NL[order_n // place_NA.shape[1]]
 
 
+@jax.custom_vjp
+def collect(y_nL, order_n, place_NA):
+    """The sum of each token's copies in float32, rounded once. The gradient is `spread`."""
+    return jnp.sum(y_nL[place_NA], axis=1, dtype=F32).astype(y_nL.dtype)
+
+
 def _spread_fwd(x_NL, order_n, place_NA):
-    return spread(x_NL, order_n, place_NA), place_NA
+    return spread(x_NL, order_n, place_NA), (order_n, place_NA)
 
 
-def _spread_bwd(place_NA, dy_nL):
-    dx_NL = jnp.sum(dy_nL[place_NA], axis=1, dtype=F32)
-    return dx_NL.astype(dy_nL.dtype), None, None
+def _spread_bwd(kept, dx_nL):
+    return collect(dx_nL, *kept), None, None
+
+
+def _collect_fwd(y_nL, order_n, place_NA):
+    return collect(y_nL, order_n, place_NA), (order_n, place_NA)
+
+
+def _collect_bwd(kept, dy_NL):
+    return spread(dy_NL, *kept), None, None
 
 
 spread.defvjp(_spread_fwd, _spread_bwd)
+collect.defvjp(_collect_fwd, _collect_bwd)
 
 
 @jax.custom_vjp
-def permute(x_nL, order_n, inverse_n):
+def permute(x_n, order_n, inverse_n):
     """x[order]; the gradient is the gather by `inverse`, where autodiff would scatter."""
-    return x_nL[order_n]
+    return x_n[order_n]
 
 
-def _permute_fwd(x_nL, order_n, inverse_n):
-    return x_nL[order_n], inverse_n
+def _permute_fwd(x_n, order_n, inverse_n):
+    return x_n[order_n], inverse_n
 
 
-def _permute_bwd(inverse_n, dy_nL):
-    return dy_nL[inverse_n], None, None
+def _permute_bwd(inverse_n, dy_n):
+    return dy_n[inverse_n], None, None
 
 
 permute.defvjp(_permute_fwd, _permute_bwd)

@@ -7,11 +7,12 @@ softmax in float32. The projections and the output gate belong to the layer.
 import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
-from pallas_kernels.mla import absorbed, blocks, reference, splash
+from pallas_kernels.mla import absorbed, blocks, cached, reference, splash
 from pallas_kernels.mla.sequence import expand, self_attention_sharded
 from pallas_kernels.mla.slots import all_slots, over_slots, own_slots
 
 IMPLS = ("auto", "blocks", "splash", "reference")
+CACHED_IMPLS = ("auto", "blocks", "splash")
 ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
 __all__ = [
@@ -63,22 +64,26 @@ def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", o
     return blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
 
 
-def cached_attention(q_BTHq, k_BSHq, v_BSHv, q_index_BT, *, scale):
+def cached_attention(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, impl="auto"):
     """o_t = sum over slots s <= q_index_t of softmax(scale q_t.k_s) v_s, in q's dtype.
 
-    For prefill in pieces: keys and values are the cache, expanded to heads. q_index_BT (int32) is
-    the slot of each query's own token; a negative one marks a pad, whose output is 0. Slots after
-    the last index of a row may hold anything, NaN too.
+    For prefill in pieces: keys and values are those of `expand(latent, k, v)`. q_index_BT (int32)
+    is the slot of each query's own token; a negative one marks a pad, whose output is 0. Slots
+    after the last index of a row may hold anything, NaN too.
+    impl: "blocks" expands all rows; "splash" (TPU) one row at a time, and wants a row's queries in
+    slots that follow each other, with pads behind them; "auto" is "splash" on TPU.
     """
-    _check_heads("cached_attention", q_BTHq, k_BSHq, v_BSHv)
     _check_int("cached_attention", "q_index", q_index_BT, q_BTHq.shape[:2])
-    live_BS = _live_slots(q_index_BT, k_BSHq.shape[1])
-    k, v = (jnp.where(live_BS[..., None, None], x, 0) for x in (k_BSHq, v_BSHv))
-    q_BTHq = jnp.where((q_index_BT >= 0)[..., None, None], q_BTHq, 0)
-    one_segment = (jnp.zeros_like(q_index_BT), jnp.zeros_like(live_BS, dtype=q_index_BT.dtype))
-    return blocks.attend(
-        q_BTHq, k, v, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
-    )
+    if impl not in CACHED_IMPLS:
+        raise ValueError(f"cached_attention: impl={impl!r} is not one of {CACHED_IMPLS}")
+    if impl == "auto":
+        impl = automatic("MLA cached attention", "blocks", tpu="splash")
+    attend = {"blocks": cached.attend_blocks, "splash": cached.attend_splash}[impl]
+    is_pad_BT11 = (q_index_BT < 0)[..., None, None]
+    live_BS1 = _live_slots(q_index_BT, latent_BSM.shape[1])[..., None]
+    q_BTHq, latent_BSM = jnp.where(is_pad_BT11, 0, q_BTHq), jnp.where(live_BS1, latent_BSM, 0)
+    o_BTHv = attend(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, scale=scale)
+    return jnp.where(is_pad_BT11, 0, o_BTHv)
 
 
 def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, axis=None, impl="auto"):

@@ -37,7 +37,7 @@ def self_attention_sharded(
     _check(q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, impl)
     if impl == "auto":
         impl = automatic("MLA self-attention over shards", "blocks", tpu="splash")
-    attend = {"blocks": _blocks, "splash": partial(_splash, interpret=False)}[impl]
+    attend = {"blocks": _blocks, "splash": partial(attend_from, interpret=False)}[impl]
     return attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis)
 
 
@@ -121,7 +121,7 @@ def _blocks(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale):
     )  # fmt: skip
 
 
-def _splash(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, interpret):
+def attend_from(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, interpret):
     """Queries at positions start, start + 1, ... among the keys."""
     T, lanes = q_BTHq.shape[1], splash.LANES
     tile = min(splash.TILE, -(-T // lanes) * lanes)

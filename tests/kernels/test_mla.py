@@ -1,5 +1,7 @@
 """MLA attention: the block and splash paths against the definition, and the cache doors."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,12 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.mla import (
     absorbed_attention,
     blocks,
+    cached,
     cached_attention,
+    expand,
     reference,
     self_attention,
+    sequence,
     splash,
 )
 
@@ -24,6 +29,16 @@ TIGHT = dict(rtol=1e-5, atol=1e-5)
 def heads(seed, B, T, H=2, dtype=jnp.float32, q=Q, v=VALUE):
     draw = np.random.default_rng(seed).normal
     return [jnp.asarray(draw(size=(B, T, H, width)), dtype) for width in (q, q, v)]
+
+
+def latents(seed, B, S, H=2, C=20, shared=8):
+    """A cache and what makes keys and values of Q and VALUE numbers a head of it."""
+    draw = np.random.default_rng(seed).normal
+    shapes = (B, S, C + shared), (C, H, Q - shared), (C, H, VALUE)
+    return [
+        jnp.asarray(draw(size=shape) * std, jnp.float32)
+        for shape, std in zip(shapes, (1, C**-0.5, C**-0.5), strict=True)
+    ]
 
 
 def packed(lengths, T):
@@ -185,33 +200,40 @@ def test_a_poisoned_row_leaves_the_other_rows_bit_for_bit_equal():
     np.testing.assert_array_equal(o[others], clean[others])
 
 
-def test_pieces_over_a_cache_equal_one_pass(monkeypatch):
-    """130 tokens as 64 + 64 + 2; slots not yet written hold NaN, the last piece has pads."""
+@pytest.mark.parametrize("impl", ["blocks", "splash"])
+def test_pieces_over_a_cache_equal_one_pass(impl, monkeypatch):
+    """130 tokens as 64 + 64 + 2; slots not yet written hold NaN, the last piece has pads.
+
+    "splash" in tiles of 128, interpreted: a piece that begins in one tile of keys ends in another.
+    """
     monkeypatch.setattr(blocks, "MAX_BLOCK", 16)
-    q, k, v = heads(9, 2, 130)
-    want = run(self_attention, q, k, v, jnp.ones((2, 130), jnp.int32), impl="reference")
-    attend = jax.jit(lambda *x: cached_attention(*x, scale=SCALE))
+    monkeypatch.setattr(sequence.splash, "TILE", 128)
+    monkeypatch.setattr(cached, "attend_splash", partial(cached.attend_splash, interpret=True))
+    q, (latent, *keys) = heads(9, 2, 130)[0], latents(9, 2, 130)
+    one = jnp.ones((2, 130), jnp.int32)
+    want = run(self_attention, q, *expand(latent, *keys), one, impl="reference")
+    attend = jax.jit(lambda *x: cached_attention(*x, scale=SCALE, impl=impl))
     for start, n in ((0, 64), (64, 64), (128, 2)):
-        slots = jnp.arange(160)[None, :, None, None] < start + n
-        k_cache, v_cache = (
-            jnp.where(slots, jnp.pad(x, ((0, 0), (0, 30), (0, 0), (0, 0))), jnp.nan) for x in (k, v)
-        )
+        slots = jnp.arange(160)[None, :, None] < start + n
+        cache = jnp.where(slots, jnp.pad(latent, ((0, 0), (0, 30), (0, 0))), jnp.nan)
         index = np.full((2, 64), -1, np.int32)
         index[:, :n] = np.arange(start, start + n)
         piece = jnp.full((2, 64, 2, Q), jnp.nan).at[:, :n].set(q[:, start : start + n])
-        o = attend(piece, k_cache, v_cache, jnp.asarray(index))
+        o = attend(piece, cache, *keys, jnp.asarray(index))
         np.testing.assert_allclose(o[:, :n], want[:, start : start + n], **TIGHT)
         assert not o[:, n:].any()
 
 
-def test_cached_equals_its_definition_when_rows_differ_in_length():
+@pytest.mark.parametrize("impl", ["blocks", "splash"])
+def test_cached_equals_its_definition_when_rows_differ_in_length(impl, monkeypatch):
     """Rows at slots 3.., 40.. and one that is all pads (T11: neighbours do not matter)."""
-    q, _, _ = heads(10, 3, 7)
-    _, k, v = heads(11, 3, 50)
+    monkeypatch.setattr(cached, "attend_splash", partial(cached.attend_splash, interpret=True))
+    q, (latent, *keys) = heads(10, 3, 7)[0], latents(11, 3, 50)
     index = jnp.asarray([[3 + t for t in range(7)], [40 + t for t in range(7)], [-1] * 7])
-    got = run(cached_attention, q, k, v, index)
-    np.testing.assert_allclose(got, run(reference.cached_attention, q, k, v, index), **TIGHT)
-    alone = run(cached_attention, q[:1], k[:1], v[:1], index[:1])
+    got = run(cached_attention, q, latent, *keys, index, impl=impl)
+    want = run(reference.cached_attention, q, *expand(latent, *keys), index)
+    np.testing.assert_allclose(got[:2], want[:2], **TIGHT)
+    alone = run(cached_attention, q[:1], latent[:1], *keys, index[:1], impl=impl)
     np.testing.assert_allclose(got[:1], alone, rtol=1e-6, atol=1e-6)
     assert not got[2].any()
 
@@ -227,13 +249,10 @@ def test_absorbed_equals_expanded_with_the_projection_folded_in(T):
     index = jnp.asarray([[20 + t for t in range(T)], [7 + t for t in range(T)]])
     exact = dict(precision=jax.lax.Precision.HIGHEST)
 
-    k_pe_BSHr = jnp.broadcast_to(k_pe_BSr[:, :, None], (B, S, H, r))
-    k_BSHq = jnp.concatenate([jnp.einsum("BSC,CHk->BSHk", c_BSC, key_CHk, **exact), k_pe_BSHr], -1)
-    v_BSHv = jnp.einsum("BSC,CHv->BSHv", c_BSC, value_CHv, **exact)
     q_BTHq = jnp.concatenate([q_nope, q_pe], -1)
-    want = run(cached_attention, q_BTHq, k_BSHq, v_BSHv, index)
-
     latent = jnp.concatenate([c_BSC, k_pe_BSr], -1)
+    want = run(cached_attention, q_BTHq, latent, key_CHk, value_CHv, index)
+
     latent = jnp.where(jnp.arange(S)[None, :, None] <= index.max(1)[:, None, None], latent, jnp.nan)
     folded = jnp.einsum("BTHk,CHk->BTHC", q_nope, key_CHk, **exact)
     o_BTHC = run(absorbed_attention, folded, q_pe, latent, index)
@@ -299,6 +318,8 @@ def test_misfit_arguments_are_refused_with_their_numbers():
     with pytest.raises(ValueError, match="share one dtype.*bfloat16"):
         self_attention(q, k, v.astype(jnp.bfloat16), ids, scale=1.0)
     with pytest.raises(ValueError, match=r"q_index must be integers of shape \(2, 6\)"):
-        cached_attention(q, k, v, ids[:, :5], scale=1.0)
+        cached_attention(q, *latents(14, 2, 6), ids[:, :5], scale=1.0)
+    with pytest.raises(ValueError, match=r"impl='pallas' is not one of \('auto', 'blocks', 'spl"):
+        cached_attention(q, *latents(14, 2, 6), ids, scale=1.0, impl="pallas")
     with pytest.raises(ValueError, match="must sum to the latent's M=9"):
         absorbed_attention(q[..., :5], q[..., :3], jnp.zeros((2, 8, 9)), ids, scale=1.0)

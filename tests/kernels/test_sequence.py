@@ -313,7 +313,7 @@ def test_kernels_on_shards_equal_the_definition(heads, monkeypatch):
     two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("seq",))
 
     def local(*x):
-        kernels = partial(sequence._splash, interpret=True)
+        kernels = partial(sequence.attend_from, interpret=True)
         return sequence.attend_heads(kernels, *x, SCALE, "seq")
 
     tokens = P(None, "seq")

@@ -1,0 +1,33 @@
+"""A piece of a prompt against the cache, whose latents are expanded to keys and values."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla import blocks, sequence
+
+
+def attend_blocks(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale):
+    """`pallas_kernels.mla.cached_attention` in jnp; pads and dead slots hold zeros."""
+    k_BSHq, v_BSHv = sequence.expand(latent_BSM, k_CHk, v_CHv)
+    one_segment = jnp.zeros_like(q_index_BT), jnp.zeros(k_BSHq.shape[:2], q_index_BT.dtype)
+    return blocks.attend(
+        q_BTHq, k_BSHq, v_BSHv, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
+    )
+
+
+def attend_splash(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, interpret=False):
+    """The same through the kernels for a shard of the time axis: a row begins where it stands.
+
+    A row at a time: each begins elsewhere, which the kernels know for one row alone, and of 32 rows
+    of 128K tokens the keys and values of three heads are 8 GB. Tiles behind the diagonal are
+    skipped, so that a long cache costs a short row nothing but the expansion.
+    """
+
+    def row(args):
+        q, latent, index = (x[None] for x in args)
+        keys = sequence.expand(latent, k_CHk, v_CHv)
+        start = jnp.maximum(index[0, 0], 0)
+        ids = (index >= 0).astype(jnp.int32), jnp.ones(latent.shape[:2], jnp.int32)
+        return sequence.attend_from(q, *keys, start, *ids, scale, interpret=interpret)[0]
+
+    return jax.lax.map(row, (q_BTHq, latent_BSM, q_index_BT))

@@ -1,5 +1,7 @@
 """Letters become shapes, placements and contractions: how every weight is made and read."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from sharding import act_spec, gathered, weight_spec
 
 __all__ = [
+    "Held",
     "ShapesOnly",
     "einsum",
+    "is_held",
     "normal",
     "ones",
     "own_ids",
@@ -51,6 +55,27 @@ def stacked(cls, *args, n: int, rngs: nnx.Rngs | ShapesOnly):
 def _stacked(x: jax.ShapeDtypeStruct, n: int) -> jax.ShapeDtypeStruct:
     placed = _sharding(P(None, *x.sharding.spec))
     return jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=placed)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Held:
+    """The `index`-th of equal arrays that are stacked, for whoever reads it to take it out.
+
+    A scan slices what it goes over, and one within another slices the slice: without a gradient to
+    gather, inference gives its loops an index instead.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    def taken(self) -> jax.Array:
+        """That array."""
+        return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
+
+
+def is_held(x) -> bool:
+    return isinstance(x, Held)
 
 
 def _sharding(placed: P) -> NamedSharding:

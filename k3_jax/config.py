@@ -229,6 +229,8 @@ def check_model(c: ModelConfig) -> None:
         raise ValueError(f"n_dense={c.n_dense} is not within 0..n_layers={c.n_layers}")
     if c.moe.packed and c.dtype != "bfloat16":
         raise ValueError(f"moe.packed experts multiply in bfloat16, not model.dtype={c.dtype}")
+    if c.moe.packed and c.moe.exchange != "plain":
+        raise ValueError(f"moe.packed experts are not lent: moe.exchange={c.moe.exchange!r}")
     if c.moe.packed and (c.moe.latent_width % 64 or c.moe.expert_width % 64):
         raise ValueError(
             f"moe.packed wants widths in multiples of 64, got moe.latent_width="

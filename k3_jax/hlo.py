@@ -229,6 +229,12 @@ def _moved(bodies, by_name, line):
         return 2 * type_bytes(operands[1])
     if line.opcode == "copy-start":
         return type_bytes(line.type)
+    if line.opcode == "custom-call":
+        if 'custom_call_target="AllocateBuffer"' in line.text:
+            return 0
+        # What the kernel says of itself: of a stack it may read a part.
+        if told := re.search(r'"bytes_accessed":"(\d+)"', line.text):
+            return int(told.group(1))
     return type_bytes(line.type) + sum(map(type_bytes, operands))
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from k3_jax.axes import ShapesOnly, normal, ones, own_ids, read, stacked, weight
+from k3_jax.axes import Held, ShapesOnly, is_held, normal, ones, own_ids, read, stacked, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
-from k3_jax.layers.moe import CAME_BACK, Moe, Routing
+from k3_jax.layers.moe import CAME_BACK, Moe, Packed, Routing
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from pallas_kernels.common import dot32
@@ -134,6 +134,7 @@ class Group(nnx.Module):
 
         def step(sum_BTD, xs):
             layer, is_first, cache, forced_BTA = xs
+            layer = jax.tree.map(_take, layer, is_leaf=lambda x: isinstance(x, Held | Packed))
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
             sum_BTD, cache, routing = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
             return sum_BTD, (cache, routing, sum_BTD if keep_stream else None)
@@ -174,7 +175,7 @@ class Blocks(nnx.Module):
 
         # Room for the sum before each of these blocks.
         made = (jnp.zeros_like(sum_BTD),) * n
-        xs = (np.arange(n), *jax.tree.map(partial(_split, n), given))
+        xs = (np.arange(n), *jax.tree.map(partial(_split, n), given, is_leaf=is_held))
         (sum_BTD, made), out = repeat(step, (sum_BTD, made), xs, n)
         bank = Bank((*bank.rows, *made), (*bank.is_there, *(True,) * n))
         return sum_BTD, bank, jax.tree.map(_join, out)
@@ -206,9 +207,19 @@ class Blocks(nnx.Module):
         return sum_BTD, (tuple(after), _concatenate(routing), _concatenate(stream))
 
 
+def _hold(x) -> Held:
+    """The first of arrays that are stacked over groups and layers."""
+    return Held(_join(x), jnp.zeros((), jnp.int32))
+
+
+def _take(x):
+    """A layer's array; packed experts go on to their kernel, which reads of the stack its own."""
+    return x.taken() if is_held(x) else x
+
+
 def _split(n: int, x):
     """[n * a, ...] -> [n, a, ...]"""
-    return x.reshape(n, -1, *x.shape[1:])
+    return x if is_held(x) else x.reshape(n, -1, *x.shape[1:])
 
 
 def _join(x):
@@ -217,10 +228,22 @@ def _join(x):
 
 
 def repeat(step, carry, xs, n: int):
-    """`jax.lax.scan` over `n` stacked things; one alone runs without a loop."""
+    """`jax.lax.scan` over `n` stacked things; one alone runs without a loop.
+
+    Of what is `Held` the loop passes on where in its stack each of them is.
+    """
+    xs, structure = jax.tree.flatten(xs, is_leaf=is_held)
+
+    def one(carry, given):
+        i, sliced = given
+        rest = iter(sliced)
+        each = [Held(x.stack, x.index * n + i) if is_held(x) else next(rest) for x in xs]
+        return step(carry, jax.tree.unflatten(structure, each))
+
+    sliced = [x for x in xs if not is_held(x)]
     if n > 1:
-        return jax.lax.scan(step, carry, xs)
-    carry, ys = step(carry, jax.tree.map(lambda x: jnp.squeeze(x, 0), xs))
+        return jax.lax.scan(one, carry, (jnp.arange(n, dtype=jnp.int32), sliced))
+    carry, ys = one(carry, (0, [jnp.squeeze(x, 0) for x in sliced]))
     return carry, jax.tree.map(lambda y: y[None], ys)
 
 
@@ -284,7 +307,8 @@ class K3(nnx.Module):
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1))
         bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
         after, routing, stream, z = [], [], [], 0
-        for i, blocks in enumerate(self.blocks):
+        layers = self.blocks if cache is None else jax.tree.map(_hold, self.blocks)
+        for i, blocks in enumerate(layers):
             caches = None if cache is None else cache.blocks[i]
             forced = None
             if forced_ZBTA is not None:

@@ -49,6 +49,17 @@ def test_exchanges_have_the_bytes_that_leave_a_device_and_their_group():
     ]
 
 
+def test_a_kernel_moves_what_it_says_and_an_allocation_nothing():
+    text = """ENTRY %main (x: bf16[8,1024,128]) -> bf16[8,128] {
+  %x = bf16[8,1024,128]{2,1,0} parameter(0)
+  %room = bf16[8,1024,128]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  ROOT %one = bf16[1024,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+backend_config={"cost_estimate":{"flops":"1","bytes_accessed":"524288"}}
+}
+"""
+    assert [(op.name, op.bytes) for op in hlo.operations(text)] == [("one", 524288)]
+
+
 def test_a_loops_exchanges_count_as_often_as_it_runs():
     """The text that XLA itself writes, here for 8 CPU devices."""
     mesh = make_mesh(data=2, expert=4)

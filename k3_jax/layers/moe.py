@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from k3_jax.axes import einsum, normal, ones, read, weight, zeros
+from k3_jax.axes import einsum, is_held, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig, MoeConfig
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
@@ -53,6 +53,16 @@ class Packed(nnx.Module):
             sizes = dims | {inputs: dims[inputs] // per}
             setattr(self, name, weight(rngs, letters, sizes, jnp.uint8, zeros))
 
+    def stacks(self) -> tuple[list[jax.Array], jax.Array]:
+        """[Z, E, L, F] of codes and scales, and which of the Z layers these experts are of.
+
+        One layer, where they have to be gathered first.
+        """
+        codes, scales = jax.tree.leaves(self, is_leaf=is_held)
+        if is_held(codes) and not any(jax.typeof(codes.stack).sharding.spec[2:]):
+            return [codes.stack, scales.stack], codes.index
+        return [(x.taken() if is_held(x) else x)[None] for x in (codes, scales)], jnp.int32(0)
+
 
 class Moe(nnx.Module):
     """y = W_up norm(sum_a w_a expert_a(W_down x)) + shared(x). Report Eq. 11 and 13.
@@ -90,13 +100,10 @@ class Moe(nnx.Module):
             forced_BTA = choose(jax.lax.stop_gradient(scores_BTE), read(self.router_bias_E))
         latent_BTL = einsum("BTD,DL->BTL", x_BTD, self.down_DL)
         tokens = latent_BTL, scores_BTE, forced_BTA, rows.segments_BT
-        weights = jax.tree.leaves((self.gate_ELF, self.expert_up_ELF, self.expert_down_EFL))
-        if not self.config.moe.packed:
-            weights = [w.astype(x_BTD.dtype) for w in weights]
-        signature = "BTL,BT.,BTA,BT" + ",*ELF" * len(weights) + " -> BTL,"
-        mixed_BTL, n_dropped = on_shards(self._experts, signature, ROUTED)(
-            *(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights
-        )
+        weights, signature = self._weights(x_BTD.dtype)
+        mixed_BTL, n_dropped = on_shards(
+            self._experts, f"BTL,BT.,BTA,BT{signature} -> BTL,", ROUTED
+        )(*(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights)
         if present(ROUTED["E"]):
             # Kept for the backward pass, which fetches no row of it from other devices again.
             mixed_BTL = checkpoint_name(mixed_BTL, CAME_BACK)
@@ -104,6 +111,14 @@ class Moe(nnx.Module):
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)
         y_BTD = einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD)
         return y_BTD, Routing(forced_BTA, n_dropped)
+
+    def _weights(self, dtype):
+        """The experts' matrices for `_glu`, and their part of a signature for `on_shards`."""
+        matrices = self.gate_ELF, self.expert_up_ELF, self.expert_down_EFL
+        if not self.config.moe.packed:
+            return [w.astype(dtype) for w in jax.tree.leaves(matrices)], 3 * ",*ELF"
+        found = [m.stacks() for m in matrices]
+        return [found[0][1], *sum((arrays for arrays, _ in found), [])], "," + 6 * ",*ZELF"
 
     def _choose(self, scores_BTE, bias_E):
         B, T, E = scores_BTE.shape
@@ -159,9 +174,13 @@ class Moe(nnx.Module):
         c = self.config
         beta = dict(beta=c.situ_beta, linear_beta=c.situ_linear_beta)
         if c.moe.packed:
-            gate, up, down = weights[:2], weights[2:4], weights[4:]
-            hidden_nF = grouped_glu_mxfp4(x_nL, gate, up, sizes_E, **beta)
-            return grouped_matmul_mxfp4(hidden_nF, *down, sizes_E)
+            layer, *stacks = weights
+            gate_up_down = [x_ZELF.reshape(-1, *x_ZELF.shape[2:]) for x_ZELF in stacks]
+            where = dict(first=layer * len(sizes_E))
+            hidden_nF = grouped_glu_mxfp4(
+                x_nL, gate_up_down[:2], gate_up_down[2:4], sizes_E, **beta, **where
+            )
+            return grouped_matmul_mxfp4(hidden_nF, *gate_up_down[4:], sizes_E, **where)
         gate_ELF, up_ELF, down_EFL = weights
         gate_nF, up_nF = (grouped_matmul(x_nL, w, sizes_E) for w in (gate_ELF, up_ELF))
         return grouped_matmul(

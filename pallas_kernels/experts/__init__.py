@@ -54,10 +54,11 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
 
 def grouped_matmul_mxfp4(
     x_NL, packed_ELF, scales_ELF, sizes_E, *,
-    activations="bfloat16", impl="auto", out_dtype=None,
+    first=0, activations="bfloat16", impl="auto", out_dtype=None,
 ):  # fmt: skip
     """y_n = x_n w_e with packed weights, as `from_released` lays them out; nothing widens them.
 
+    first: group e is expert first + e (int32, traced) of weights that may hold those of all layers.
     activations: "bfloat16" or, with x the pair (values, scales) that `to_mxfp8` returns, "mxfp8".
     impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "reference" widens
     one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere. Every
@@ -67,14 +68,14 @@ def grouped_matmul_mxfp4(
     impl = _packed_impl("grouped_matmul_mxfp4", x_NL, activations, impl)
     args = (x_NL, packed_ELF, scales_ELF, sizes_E)
     if impl == "pallas":
-        return mxfp4.grouped_matmul_mxfp4(*args, out_dtype=out_dtype)
+        return mxfp4.grouped_matmul_mxfp4(*args, first=first, out_dtype=out_dtype)
     out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
     mxfp4.check("grouped_matmul_mxfp4", *args, out_dtype)
-    return mxfp4_reference.grouped_matmul_mxfp4(*args, out_dtype)
+    return mxfp4_reference.grouped_matmul_mxfp4(*args, out_dtype, first)
 
 
 def grouped_glu_mxfp4(
-    x_NL, gate, up, sizes_E, *, beta, linear_beta, activations="bfloat16", impl="auto"
+    x_NL, gate, up, sizes_E, *, beta, linear_beta, first=0, activations="bfloat16", impl="auto"
 ):
     """y_n = situ_glu(x_n gate_e, x_n up_e) in bfloat16: both products and the activation in one.
 
@@ -88,9 +89,10 @@ def grouped_glu_mxfp4(
             raise ValueError(f"grouped_glu_mxfp4: {name} must be positive and finite; got {value}")
     beta, linear_beta = float(beta), float(linear_beta)
     if impl == "pallas":
-        return mxfp4.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta=beta, linear_beta=linear_beta)
+        betas = dict(beta=beta, linear_beta=linear_beta)
+        return mxfp4.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, first=first, **betas)
     mxfp4.check_glu(x_NL, gate, up, sizes_E)
-    return mxfp4_reference.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta, linear_beta)
+    return mxfp4_reference.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta, linear_beta, first)
 
 
 def _packed_impl(door, x, activations, impl):

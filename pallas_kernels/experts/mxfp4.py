@@ -164,7 +164,7 @@ def visits(sizes_E, N, rows, empty_too=False):
 
 
 def grouped_matmul_mxfp4(
-    x_NL, packed_ELF, scales_ELF, sizes_E, *, out_dtype=None, blocks=None, interpret=False
+    x_NL, packed_ELF, scales_ELF, sizes_E, *, first=0, out_dtype=None, blocks=None, interpret=False
 ):
     """y_n = x_n w_e for the rows n of group e, w_e = E2M1(packed_e) 2^(scales_e - 127).
 
@@ -172,16 +172,21 @@ def grouped_matmul_mxfp4(
     [E,L/32,F] are as `from_released` returns them; sizes_E int32. Groups as in `grouped_matmul`:
     any may be empty, rows after the last give 0. Weights are widened in VMEM to bfloat16, exactly,
     once per expert and block of columns, however many rows the expert has; sums are float32.
+    first: group e is expert first + e of the weights, which may hold more, of other layers: a copy
+    of one layer's out of them would be read and written beside what the kernel reads.
     out_dtype: bfloat16 if None, or float32. Not differentiable. Under `shard_map` with
     check_vma=True all operands may vary differently.
     blocks: chosen for the chip at hand if None. Raises ValueError for what does not fit.
     """
     out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
     check("grouped_matmul_mxfp4", x_NL, packed_ELF, scales_ELF, sizes_E, out_dtype)
-    return _multiply(x_NL, [(packed_ELF, scales_ELF)], sizes_E, out_dtype, None, blocks, interpret)
+    matrices = [(packed_ELF, scales_ELF)]
+    return _multiply(x_NL, matrices, sizes_E, first, out_dtype, None, blocks, interpret)
 
 
-def grouped_glu_mxfp4(x_NL, gate, up, sizes_E, *, beta, linear_beta, blocks=None, interpret=False):
+def grouped_glu_mxfp4(
+    x_NL, gate, up, sizes_E, *, beta, linear_beta, first=0, blocks=None, interpret=False
+):
     """y_n = situ_glu(x_n gate_e, x_n up_e) in bfloat16; neither product leaves VMEM.
 
     gate and up are (packed, scales), all else is as in `grouped_matmul_mxfp4`.
@@ -195,7 +200,7 @@ def grouped_glu_mxfp4(x_NL, gate, up, sizes_E, *, beta, linear_beta, blocks=None
     check_glu(x_NL, gate, up, sizes_E)
     out_dtype = jnp.dtype(jnp.bfloat16)
     finish = partial(activation, beta=beta, linear_beta=linear_beta)
-    return _multiply(x_NL, [gate, up], sizes_E, out_dtype, finish, blocks, interpret)
+    return _multiply(x_NL, [gate, up], sizes_E, first, out_dtype, finish, blocks, interpret)
 
 
 def activation(gate, up, *, beta, linear_beta):
@@ -204,9 +209,9 @@ def activation(gate, up, *, beta, linear_beta):
     return jnp.clip(situ_glu(gate, up, beta, linear_beta), -top, top)
 
 
-def _multiply(x, matrices, sizes_E, out_dtype, finish, blocks, interpret):
+def _multiply(x, matrices, sizes_E, first, out_dtype, finish, blocks, interpret):
     xs = x if isinstance(x, tuple) else (x,)
-    (N, L), (E, _, F) = xs[0].shape, matrices[0][0].shape
+    (N, L), E, F = xs[0].shape, len(sizes_E), matrices[0][0].shape[2]
     if N == 0:
         return jnp.zeros((0, F), out_dtype)
     is_mxfp8 = len(xs) == 2
@@ -216,16 +221,17 @@ def _multiply(x, matrices, sizes_E, out_dtype, finish, blocks, interpret):
     if is_mxfp8:
         missing = scale_lanes(L) - L // BLOCK
         xs = xs[0], jnp.pad(xs[1], ((0, 0), (0, missing)))
-    operands = (*visits(sizes_E, N, blocks.rows), *xs, *chain(*matrices))
+    expert_V, *visited = visits(sizes_E, N, blocks.rows)
+    operands = (expert_V + first, *visited, *xs, *chain(*matrices))
     axes = frozenset().union(*(varying(a) for a in operands))
     operands = [vary(a, axes) for a in operands]
     out_type = jax.ShapeDtypeStruct(
         (N, F), out_dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
     )
-    return _call(blocks, len(matrices), is_mxfp8, finish, out_type, interpret, *operands)
+    return _call(blocks, E, len(matrices), is_mxfp8, finish, out_type, interpret, *operands)
 
 
-def _call(blocks, matrices, is_mxfp8, finish, out_type, interpret, *operands):
+def _call(blocks, E, matrices, is_mxfp8, finish, out_type, interpret, *operands):
     n_visits, L, F = operands[0].shape[0], operands[4].shape[1], out_type.shape[1]
     rows, x_rows, columns = blocks.rows, blocks.x_rows, blocks.columns
     need = vmem_bytes(rows, x_rows, columns, L, out_type.dtype.itemsize, matrices, is_mxfp8)
@@ -233,6 +239,10 @@ def _call(blocks, matrices, is_mxfp8, finish, out_type, interpret, *operands):
     def of_rows(width):
         return pl.BlockSpec((x_rows, width), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0))
 
+    N = out_type.shape[0]
+    # Every expert has rows; rows are read again for each block of columns.
+    moved = matrices * E * (L // 2 + L // BLOCK) * F + N * F * out_type.dtype.itemsize
+    moved += F // columns * N * L * operands[4].dtype.itemsize
     return pl.pallas_call(
         partial(_kernel, blocks=blocks, matrices=matrices, is_mxfp8=is_mxfp8, finish=finish),
         name="grouped_matmul_mxfp4" if finish is None else "grouped_glu_mxfp4",
@@ -254,6 +264,9 @@ def _call(blocks, matrices, is_mxfp8, finish, out_type, interpret, *operands):
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=need * 4 // 3
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * matrices * N * L * F, transcendentals=0, bytes_accessed=moved
         ),
         interpret=interpret,
     )(*operands)
@@ -394,7 +407,7 @@ def check(door, x, packed_ELF, scales_ELF, sizes_E, out_dtype):
             f"got {shapes}, sizes {sizes_E.shape}"
         )
     (N, L), (E, half, F) = x.shape, packed_ELF.shape
-    if half * 2 != L or scales_ELF.shape != (E, L // BLOCK, F) or sizes_E.shape != (E,):
+    if half * 2 != L or scales_ELF.shape != (E, L // BLOCK, F) or len(sizes_E) > E:
         raise ValueError(
             f"{door}: L={L} of x asks for packed [E,{L // 2},F], scales [E,{L // BLOCK},F] and "
             f"sizes [E]; got {shapes}, sizes {sizes_E.shape}"

@@ -23,7 +23,7 @@ def widen(packed_LF, scales_LF):
     return jnp.ldexp(table[codes_LF], exponents_LF)
 
 
-def grouped_matmul_mxfp4(x, packed_ELF, scales_ELF, sizes_E, out_dtype):
+def grouped_matmul_mxfp4(x, packed_ELF, scales_ELF, sizes_E, out_dtype, first=0):
     """y_n = x_n w_e for the rows n of group e, float32 sums; rows after the last group give 0."""
     x_NL = from_mxfp8(*x) if isinstance(x, tuple) else x
     ends_E = jnp.cumsum(sizes_E)
@@ -31,7 +31,7 @@ def grouped_matmul_mxfp4(x, packed_ELF, scales_ELF, sizes_E, out_dtype):
 
     def times(e):
         mine_N1 = (rows_N1 >= ends_E[e] - sizes_E[e]) & (rows_N1 < ends_E[e])
-        w_LF = widen(packed_ELF[e], scales_ELF[e])
+        w_LF = widen(packed_ELF[first + e], scales_ELF[first + e])
         y = jnp.matmul(x_NL.astype(jnp.float32), w_LF, precision=jax.lax.Precision.HIGHEST)
         return jnp.where(mine_N1, y, 0.0)
 
@@ -39,7 +39,9 @@ def grouped_matmul_mxfp4(x, packed_ELF, scales_ELF, sizes_E, out_dtype):
     return y_NF.astype(out_dtype)
 
 
-def grouped_glu_mxfp4(x, gate, up, sizes_E, beta, linear_beta):
+def grouped_glu_mxfp4(x, gate, up, sizes_E, beta, linear_beta, first=0):
     """y_n = situ_glu(x_n gate_e, x_n up_e) of float32 products."""
-    products = (grouped_matmul_mxfp4(x, *matrix, sizes_E, jnp.float32) for matrix in (gate, up))
+    products = (
+        grouped_matmul_mxfp4(x, *matrix, sizes_E, jnp.float32, first) for matrix in (gate, up)
+    )
     return activation(*products, beta=beta, linear_beta=linear_beta).astype(jnp.bfloat16)

@@ -53,6 +53,20 @@ def test_kernel_equals_the_float64_product_with_widened_weights(sizes, blocks):
     assert np.all(np.asarray(got)[sum(sizes) :] == 0)
 
 
+@pytest.mark.parametrize("form", ["kernel", "definition"])
+def test_the_experts_of_one_layer_out_of_those_of_all(form):
+    """Layers 0, 1 and 2 in one stack, the index traced."""
+    packed, scales, w = draw(2, E=3 * E)
+    sizes, stack = SIZES["unaligned, one empty, rows left over"], from_released(packed, scales)
+    fn = partial(experts.grouped_matmul_mxfp4, out_dtype=jnp.float32, impl="reference")
+    if form == "kernel":
+        fn = compiled(BLOCKS["x by blocks, v6e"])
+    run = jax.jit(lambda first: fn(rows(N), *stack, jnp.asarray(sizes, jnp.int32), first=first))
+    for layer in range(3):
+        want = product(rows(N), w[layer * E : (layer + 1) * E], sizes)
+        np.testing.assert_allclose(run(jnp.int32(layer * E)), want, **TIGHT)
+
+
 @pytest.mark.parametrize("n", [1, 9])
 def test_fewer_rows_than_a_tile(n):
     """Decode: what lies beyond the last row is never seen."""

@@ -182,7 +182,7 @@ def absorbed(_, n_rows, impl="plain"):
     """One token a row against its 8192 slots: the latent cache is read once."""
     args = (
         *(S((n_rows, 1, H, n), BF16) for n in (512, 64)),
-        S((n_rows, SLOTS, 576), BF16),
+        S((n_rows, 576, SLOTS), BF16),
         S((n_rows, 1), I32),
     )
     moved, pairs = 2 * n_rows * (SLOTS * 576 + H * (576 + 512)), n_rows * H * SLOTS

@@ -73,6 +73,11 @@ class Held:
         """That array."""
         return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
 
+    def put(self, x: jax.Array) -> "Held":
+        """With `x` in its place."""
+        stack = jax.lax.dynamic_update_index_in_dim(self.stack, x, self.index, 0)
+        return Held(stack, self.index)
+
 
 def is_held(x) -> bool:
     return isinstance(x, Held)

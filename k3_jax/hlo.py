@@ -222,7 +222,7 @@ def type_bytes(types: str) -> int:
 def _moved(bodies, by_name, line):
     operands = [by_name[name].type if name in by_name else "" for name in line.operands]
     if line.opcode == "fusion":
-        return _moved_by_fusion(bodies.get(_named(line.text, "calls"), []), line, operands)
+        return _moved_by_fusion(bodies, line, operands)
     if line.opcode == "dynamic-slice":
         return 2 * type_bytes(line.type)
     if line.opcode == "dynamic-update-slice":
@@ -238,22 +238,42 @@ def _moved(bodies, by_name, line):
     return type_bytes(line.type) + sum(map(type_bytes, operands))
 
 
-def _moved_by_fusion(body, fusion, operands):
+def _moved_by_fusion(bodies, fusion, operands):
     """A sliced operand counts by its slice, and one that is updated in place by the update."""
+    body = bodies.get(_named(fusion.text, "calls"), [])
     types = {line.name: line.type for line in body}
-    updates = [line for line in body if line.opcode == "dynamic-update-slice"]
+    updates = [line for line in body if line.opcode in IN_PLACE]
     update = next((line for line in updates if line.is_root), updates[0] if updates else None)
     total = 0
     for parameter in (line for line in body if line.opcode == "parameter"):
-        number, name = int(parameter.operands[0]), parameter.name
-        if number >= len(operands) or not type_bytes(operands[number]):
-            continue
-        users = [line for line in body if name in line.operands and line.opcode != "parameter"]
-        first = users and all(line.operands[0] == name for line in users)
-        if first and all(line.opcode == "dynamic-slice" for line in users):
-            total += sum(type_bytes(line.type) for line in users)
-        elif not (first and all(line.opcode == "dynamic-update-slice" for line in users)):
-            total += type_bytes(operands[number])
+        number = int(parameter.operands[0])
+        if number < len(operands) and type_bytes(operands[number]):
+            total += _read(bodies, body, parameter)
     if update is not None and type_bytes(fusion.type):
-        return total + type_bytes(types.get(update.operands[1], ""))
+        return total + type_bytes(types.get(update.operands[IN_PLACE[update.opcode]], ""))
     return total + type_bytes(fusion.type)
+
+
+# Operations that change their first operand where it lies, and which operand is the change.
+IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
+
+
+def _read(bodies, body, source):
+    """Bytes that a fusion's body reads of one of its lines: slices of it, or all."""
+    whole, total = type_bytes(source.type), 0
+    for line in body:
+        if source.name not in line.operands or line.opcode == "parameter":
+            continue
+        is_first = line.operands[0] == source.name
+        if line.opcode == "dynamic-slice" and is_first:
+            total += type_bytes(line.type)
+        elif line.opcode == "bitcast":
+            total += _read(bodies, body, line)
+        elif line.opcode == "fusion":
+            inner = bodies.get(_named(line.text, "calls"), [])
+            of = [str(i) for i, name in enumerate(line.operands) if name == source.name]
+            given = [x for x in inner if x.opcode == "parameter" and x.operands[0] in of]
+            total += sum(_read(bodies, inner, x) for x in given)
+        elif not (line.opcode in IN_PLACE and is_first):
+            return whole
+    return min(total, whole)

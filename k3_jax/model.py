@@ -127,28 +127,29 @@ class Group(nnx.Module):
         return sum(n for n, is_moe in zip(self.lengths, self.is_moe, strict=True) if is_moe)
 
     def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, keep_stream):
-        """The sum after the group, and per run (caches, routing, sums).
+        """The sum after the group, its caches, and per run (routing, sums).
 
         is_first: the group is its block's first.
         """
 
-        def step(sum_BTD, xs):
-            layer, is_first, cache, forced_BTA = xs
+        def step(sum_BTD, xs, cache):
+            layer, is_first, forced_BTA = xs
             layer = jax.tree.map(_take, layer, is_leaf=lambda x: isinstance(x, Held | Packed))
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
             sum_BTD, cache, routing = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
-            return sum_BTD, (cache, routing, sum_BTD if keep_stream else None)
+            return sum_BTD, cache, (routing, sum_BTD if keep_stream else None)
 
-        found, z = [], 0
+        after, found, z = [], [], 0
         for r, (layers, n) in enumerate(zip(self.runs, self.lengths, strict=True)):
             forced = None
             if forced_ZBTA is not None and self.is_moe[r]:
                 forced, z = forced_ZBTA[z : z + n], z + n
             cache = None if caches is None else caches[r]
             firsts = (np.arange(n) == 0) & (r == 0) & is_first
-            sum_BTD, out = repeat(step, sum_BTD, (layers, firsts, cache, forced), n)
+            sum_BTD, cache, out = repeat(step, sum_BTD, (layers, firsts, forced), cache, n)
+            after.append(cache)
             found.append(out)
-        return sum_BTD, tuple(zip(*found, strict=True))
+        return sum_BTD, tuple(after), tuple(zip(*found, strict=True))
 
 
 class Blocks(nnx.Module):
@@ -162,23 +163,23 @@ class Blocks(nnx.Module):
         self.parts = nnx.List([stacked(Group, c, p[0], n=len(p), rngs=rngs) for p in plan.parts])
 
     def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
-        """The sum of the last block and the bank with what came before it; then the caches, the
+        """The sum of the last block, the bank with what came before it, and the caches; then the
         routing of the MoE layers and the sums, in the layers' order."""
-        n, given = self.n_blocks, (list(self.parts), caches, forced_ZBTA)
+        n, given = self.n_blocks, (list(self.parts), forced_ZBTA)
 
-        def step(carry, xs):
+        def step(carry, xs, caches):
             (sum_BTD, made), (i, *xs) = carry, xs
             made = tuple(jnp.where(i == k, sum_BTD, row) for k, row in enumerate(made))
             here = Bank((*bank.rows, *made), (*bank.is_there, *(k <= i for k in range(n))))
-            sum_BTD, out = self._block(sum_BTD, here, rows, *xs, keep_stream)
-            return (sum_BTD, made), out
+            sum_BTD, caches, out = self._block(sum_BTD, here, rows, caches, *xs, keep_stream)
+            return (sum_BTD, made), caches, out
 
         # Room for the sum before each of these blocks.
         made = (jnp.zeros_like(sum_BTD),) * n
         xs = (np.arange(n), *jax.tree.map(partial(_split, n), given, is_leaf=is_held))
-        (sum_BTD, made), out = repeat(step, (sum_BTD, made), xs, n)
+        (sum_BTD, made), caches, out = repeat(step, (sum_BTD, made), xs, caches, n)
         bank = Bank((*bank.rows, *made), (*bank.is_there, *(True,) * n))
-        return sum_BTD, bank, jax.tree.map(_join, out)
+        return sum_BTD, bank, caches, jax.tree.map(_join, out)
 
     @property
     def n_moe(self) -> int:
@@ -186,9 +187,9 @@ class Blocks(nnx.Module):
         groups = zip(self.parts, self.lengths, strict=True)
         return self.n_blocks * sum(n * group.n_moe for group, n in groups)
 
-    def _block(self, sum_BTD, bank, rows, parts, caches, forced_ZBTA, keep_stream):
-        def step(sum_BTD, xs):
-            group, is_first, cache, forced_ZBTA = xs
+    def _block(self, sum_BTD, bank, rows, caches, parts, forced_ZBTA, keep_stream):
+        def step(sum_BTD, xs, cache):
+            group, is_first, forced_ZBTA = xs
             run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
             return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA)
 
@@ -200,11 +201,11 @@ class Blocks(nnx.Module):
                 z += n * groups.n_moe
             cache = None if caches is None else caches[p]
             firsts = (np.arange(n) == 0) & (p == 0)
-            sum_BTD, out = repeat(step, sum_BTD, (groups, firsts, cache, forced), n)
-            after.append(out[0])
-            routing += in_order(out[1])
-            stream += in_order(out[2])
-        return sum_BTD, (tuple(after), _concatenate(routing), _concatenate(stream))
+            sum_BTD, cache, out = repeat(step, sum_BTD, (groups, firsts, forced), cache, n)
+            after.append(cache)
+            routing += in_order(out[0])
+            stream += in_order(out[1])
+        return sum_BTD, tuple(after), (_concatenate(routing), _concatenate(stream))
 
 
 def _hold(x) -> Held:
@@ -227,24 +228,39 @@ def _join(x):
     return x.reshape(-1, *x.shape[2:])
 
 
-def repeat(step, carry, xs, n: int):
+def repeat(step, carry, xs, caches, n: int):
     """`jax.lax.scan` over `n` stacked things; one alone runs without a loop.
 
-    Of what is `Held` the loop passes on where in its stack each of them is.
+    step(carry, xs, caches) -> carry, caches, ys. What is `Held`, as caches are, is not sliced: the
+    loop passes on where in its stack each thing is, and has the stacks of the caches as a carry, so
+    that they are changed where they lie.
     """
     xs, structure = jax.tree.flatten(xs, is_leaf=is_held)
 
+    def within(held, i):
+        return Held(held.stack, held.index * n + i)
+
     def one(carry, given):
-        i, sliced = given
+        (carry, stacks), (i, sliced) = carry, given
         rest = iter(sliced)
-        each = [Held(x.stack, x.index * n + i) if is_held(x) else next(rest) for x in xs]
-        return step(carry, jax.tree.unflatten(structure, each))
+        each = [within(x, i) if is_held(x) else next(rest) for x in xs]
+        here = jax.tree.map(lambda x, old: within(Held(x, old.index), i), stacks, caches)
+        carry, here, ys = step(carry, jax.tree.unflatten(structure, each), here)
+        return (carry, _stacks(here)), ys
 
     sliced = [x for x in xs if not is_held(x)]
     if n > 1:
-        return jax.lax.scan(one, carry, (jnp.arange(n, dtype=jnp.int32), sliced))
-    carry, ys = one(carry, (0, [jnp.squeeze(x, 0) for x in sliced]))
-    return carry, jax.tree.map(lambda y: y[None], ys)
+        start = carry, _stacks(caches)
+        (carry, after), ys = jax.lax.scan(one, start, (jnp.arange(n, dtype=jnp.int32), sliced))
+    else:
+        given = 0, [jnp.squeeze(x, 0) for x in sliced]
+        (carry, after), ys = one((carry, _stacks(caches)), given)
+        ys = jax.tree.map(lambda y: y[None], ys)
+    return carry, jax.tree.map(lambda x, old: Held(x, old.index), after, caches), ys
+
+
+def _stacks(caches):
+    return jax.tree.map(lambda x: x.stack, caches, is_leaf=is_held)
 
 
 def in_order(runs) -> list:
@@ -309,17 +325,19 @@ class K3(nnx.Module):
         after, routing, stream, z = [], [], [], 0
         layers = self.blocks if cache is None else jax.tree.map(_hold, self.blocks)
         for i, blocks in enumerate(layers):
-            caches = None if cache is None else cache.blocks[i]
+            caches = None if cache is None else jax.tree.map(_hold, cache.blocks[i])
             forced = None
             if forced_ZBTA is not None:
                 forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
-            sum_BTD, bank, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
-            for kept, found in zip((after, routing, stream), out, strict=True):
+            sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
+            after.append(_stacks(caches))
+            for kept, found in zip((routing, stream), out, strict=True):
                 kept += [] if found is None else [found]
         mixed_BTD = self.out_res(sum_BTD, bank, has_sum=True)
         hidden_BTD = rms_norm(mixed_BTD, read(self.out_norm_D), self.config.norm_eps)
         if cache is not None:
-            cache = K3Cache(tuple(after), cache.length_B + jnp.sum(real_BT, axis=1))
+            blocks = jax.tree.map(lambda x, old: x.reshape(old.shape), tuple(after), cache.blocks)
+            cache = K3Cache(blocks, cache.length_B + jnp.sum(real_BT, axis=1))
         return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(stream))
 
 

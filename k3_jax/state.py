@@ -25,9 +25,13 @@ class KdaCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class MlaCache:
-    """One row [normed latent C | shared key r] for each of S token slots."""
+    """[normed latent C | shared key r] of each of S token slots.
 
-    latent_BSM: jax.Array
+    Slots come last: a TPU pads the last axis to 128s, which 576 channels are not, and its kernel
+    reads them so.
+    """
+
+    latent_BMS: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -72,4 +76,4 @@ def fresh_kda(c: ModelConfig, n_rows: int, lead: tuple[int, ...] = ()) -> KdaCac
 def fresh_mla(c: ModelConfig, n_rows: int, n_slots: int, lead: tuple[int, ...] = ()) -> MlaCache:
     """The empty cache of `n_rows` rows with `n_slots` tokens each, under leading axes `lead`."""
     width = c.mla.kv_latent + c.mla.shared_key_dim
-    return MlaCache(zeros((*lead, n_rows, n_slots, width), c.dtype, "G" * len(lead) + "BSM"))
+    return MlaCache(zeros((*lead, n_rows, width, n_slots), c.dtype, "G" * len(lead) + "BMS"))

@@ -60,6 +60,43 @@ backend_config={"cost_estimate":{"flops":"1","bytes_accessed":"524288"}}
     assert [(op.name, op.bytes) for op in hlo.operations(text)] == [("one", 524288)]
 
 
+def test_a_fusion_reads_of_a_stack_what_it_slices_and_writes_what_it_changes():
+    text = """%slice (p0: bf16[54,1024,128], p1: s32[]) -> bf16[1024,128] {
+  %p0 = bf16[54,1024,128]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %cut = bf16[1,1024,128]{2,1,0} dynamic-slice(%p0, %p1)
+  ROOT %flat = bf16[1024,128]{1,0} bitcast(%cut)
+}
+%dot (q0: bf16[54,1024,128], q1: s32[], q2: bf16[1024,1024]) -> bf16[1024,128] {
+  %q0 = bf16[54,1024,128]{2,1,0} parameter(0)
+  %q1 = s32[] parameter(1)
+  %q2 = bf16[1024,1024]{1,0} parameter(2)
+  %w = bf16[1024,128]{1,0} fusion(%q0, %q1), kind=kLoop, calls=%slice
+  ROOT %y = bf16[1024,128]{1,0} convolution(%q2, %w)
+}
+%put (r0: bf16[54,1024,128], r1: s32[54], r2: bf16[54,128]) -> bf16[54,1024,128] {
+  %r0 = bf16[54,1024,128]{2,1,0} parameter(0)
+  %r1 = s32[54]{0} parameter(1)
+  %r2 = bf16[54,128]{1,0} parameter(2)
+  ROOT %changed = bf16[54,1024,128]{2,1,0} scatter(%r0, %r1, %r2), to_apply=%copy
+}
+ENTRY %main (a: bf16[54,1024,128], i: s32[], x: bf16[1024,1024]) -> bf16[54,1024,128] {
+  %a = bf16[54,1024,128]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = bf16[1024,1024]{1,0} parameter(2)
+  %y = bf16[1024,128]{1,0} fusion(%a, %i, %x), kind=kOutput, calls=%dot
+  %at = s32[54]{0} iota()
+  %new = bf16[54,128]{1,0} broadcast(%i)
+  ROOT %z = bf16[54,1024,128]{2,1,0} fusion(%a, %at, %new), kind=kCustom, calls=%put
+}
+"""
+    moved = {op.name: op.bytes for op in hlo.operations(text)}
+    layer = 1024 * 128 * 2
+    assert moved == {"y": layer + 1024 * 1024 * 2 + layer + 4}, (
+        "a scatter of 54 rows is not told of"
+    )
+
+
 def test_a_loops_exchanges_count_as_often_as_it_runs():
     """The text that XLA itself writes, here for 8 CPU devices."""
     mesh = make_mesh(data=2, expert=4)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3_jax.axes import einsum, normal, ones, read, weight, zeros
+from k3_jax.axes import Held, einsum, is_held, normal, ones, read, weight, zeros
 from k3_jax.config import ModelConfig
 from k3_jax.layers.norm import gated_rms_norm
 from k3_jax.state import KdaCache, Rows, fresh_kda
@@ -57,8 +57,11 @@ class Kda(nnx.Module):
         self.out_norm_v = weight(rngs, "v", dims, F32, ones)
 
     def __call__(self, x_BTD, rows: Rows, cache: KdaCache | None):
-        """x_BTD -> y_BTD and the cache after the rows' last real tokens."""
-        state = fresh_kda(self.config, x_BTD.shape[0]) if cache is None else cache
+        """x_BTD -> y_BTD and the cache after the rows' last real tokens; its arrays are Held."""
+        if cache is None:
+            state = fresh_kda(self.config, x_BTD.shape[0])
+        else:
+            state = jax.tree.map(Held.taken, cache, is_leaf=is_held)
         mix = on_shards(
             self._mix,
             "BTX,BTX,BTX,BTX,BTX,BTH,BT,H,Hk,v,WHk,WHk,WHv,BHkv,BWHk,BWHk,BWHv"
@@ -82,7 +85,9 @@ class Kda(nnx.Module):
             state.v_BWHv,
         )
         y_BTD = einsum("BTX,XD->BTD", y_BTX, self.out_HvD, shape=(-1, x_BTD.shape[-1]))
-        return y_BTD, None if cache is None else KdaCache(*after)
+        if cache is None:
+            return y_BTD, None
+        return y_BTD, jax.tree.map(Held.put, cache, KdaCache(*after), is_leaf=is_held)
 
     def _mix(
         self, q, k, v, logit, gate, beta, segments, a_log, bias, norm, q_taps, k_taps, v_taps, *past

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3_jax.axes import einsum, normal, ones, read, weight
+from k3_jax.axes import Held, einsum, normal, ones, read, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import MlaCache, Rows
@@ -13,9 +13,9 @@ from pallas_kernels.mla import (
     all_slots,
     cached_attention,
     expand,
-    own_slots,
     self_attention,
     self_attention_sharded,
+    write_slots,
 )
 from sharding import ACTIVATION, on_shards, present
 
@@ -44,7 +44,7 @@ class Mla(nnx.Module):
         self.kv_norm_C = weight(rngs, "C", dims, c.param_dtype, ones)
 
     def __call__(self, x_BTD, rows: Rows, cache: MlaCache | None):
-        """x_BTD -> y_BTD and the cache with the rows' tokens in it."""
+        """x_BTD -> y_BTD and the cache with the rows' tokens in it; the cache's array is Held."""
         eps, C = self.config.mla.latent_norm_eps, self.config.mla.kv_latent
         q_BTQ = rms_norm(einsum("BTD,DQ->BTQ", x_BTD, self.q_a_DQ), read(self.q_norm_Q), eps)
         q_BTHq = einsum("BTQ,QHq->BTHq", q_BTQ, self.q_b_QHq)
@@ -54,10 +54,11 @@ class Mla(nnx.Module):
         if cache is None:
             o_BTHv = self._within_rows(q_BTHq, latent_BTM, rows)
         else:
-            write = on_shards(_write, "BSM,BTM,BT -> BSM")
-            cache = MlaCache(write(cache.latent_BSM, latent_BTM, rows.slots_BT))
+            write, held = on_shards(_write, "ZBMS,,BTM,BT -> ZBMS"), cache.latent_BMS
+            held = Held(write(held.stack, held.index, latent_BTM, rows.slots_BT), held.index)
+            cache = MlaCache(held)
             read_cache = self._absorbed if q_BTHq.shape[1] == 1 else self._expanded
-            o_BTHv = read_cache(q_BTHq, cache.latent_BSM, rows)
+            o_BTHv = read_cache(q_BTHq, held, rows)
         gate_BTHv = jax.nn.sigmoid(einsum("BTD,DHv->BTHv", x_BTD, self.gate_DHv))
         return einsum("BTHv,HvD->BTD", o_BTHv * gate_BTHv, self.out_HvD), cache
 
@@ -79,32 +80,31 @@ class Mla(nnx.Module):
             q_BTHq, latent_BTM, rows.segments_BT, *self._key_value_b(q_BTHq.dtype)
         )
 
-    def _expanded(self, q_BTHq, latent_BSM, rows):
+    def _expanded(self, q_BTHq, held, rows):
         """A piece of a prompt against the whole cache, keys and values widened from the latent."""
 
         def attend(q, latent, slots, *key_value_b):
             latent = all_slots(latent, _dealt_over())
             return cached_attention(q, latent, *key_value_b, slots, scale=self.scale)
 
-        return on_shards(attend, "BTHq,BSM,BT,CHk,CHv -> BTHv")(
-            q_BTHq, latent_BSM, rows.slots_BT, *self._key_value_b(q_BTHq.dtype)
+        return on_shards(attend, "BTHq,BMS,BT,CHk,CHv -> BTHv")(
+            q_BTHq, held.taken(), rows.slots_BT, *self._key_value_b(q_BTHq.dtype)
         )
 
     def _key_value_b(self, dtype):
         return read(self.k_b_CHk, dtype), read(self.v_b_CHv, dtype)
 
-    def _absorbed(self, q_BTHq, latent_BSM, rows):
+    def _absorbed(self, q_BTHq, held, rows):
         """One token against the cache as it is: W_uk goes into the query, W_uv after the sum."""
         k = self.config.mla.key_dim
         q_BTHC = einsum("BTHk,CHk->BTHC", q_BTHq[..., :k], self.k_b_CHk)
 
-        def attend(q, q_shared, latent, slots):
-            return absorbed_attention(
-                q, q_shared, latent, slots, scale=self.scale, axis=_dealt_over()
-            )
+        def attend(q, q_shared, latent_ZBMS, index, slots):
+            rows, where = _rows(latent_ZBMS, index)
+            return absorbed_attention(q, q_shared, rows, slots, scale=self.scale, **where)
 
-        o_BTHC = on_shards(attend, "BTHC,BTHr,BSM,BT -> BTHC")(
-            q_BTHC, q_BTHq[..., k:], latent_BSM, rows.slots_BT
+        o_BTHC = on_shards(attend, "BTHC,BTHr,ZBMS,,BT -> BTHC")(
+            q_BTHC, q_BTHq[..., k:], held.stack, held.index, rows.slots_BT
         )
         return einsum("BTHC,CHv->BTHv", o_BTHC, self.v_b_CHv)
 
@@ -114,10 +114,12 @@ def _dealt_over() -> str | None:
     return next(iter(present(ACTIVATION["S"])), None)
 
 
-def _write(latent_BSM, new_BTM, slots_BT):
-    (B, S, _), slots_BT = latent_BSM.shape, own_slots(slots_BT, _dealt_over())
-    # What is not written here has slot -1; one past the end is dropped, one before it would wrap.
-    slots = jnp.where(slots_BT < 0, S, slots_BT)
-    return latent_BSM.at[jnp.arange(B)[:, None], slots].set(
-        new_BTM.astype(latent_BSM.dtype), mode="drop"
-    )
+def _rows(latent_ZBMS, index):
+    """The rows of all layers, and for a kernel where those of one begin."""
+    _, B, M, S = latent_ZBMS.shape
+    return latent_ZBMS.reshape(-1, M, S), dict(first=index * B, axis=_dealt_over())
+
+
+def _write(latent_ZBMS, index, new_BTM, slots_BT):
+    rows, where = _rows(latent_ZBMS, index)
+    return write_slots(rows, new_BTM, slots_BT, **where).reshape(latent_ZBMS.shape)

@@ -134,6 +134,7 @@ class Output:
 
     def __init__(self, path: str | None, requests: list[Request], made_by: dict):
         """`made_by`: what all rows depend on. Without a path lines go to stdout."""
+        self.path = path
         self._keys = {r.index: fingerprint(r, made_by) for r in requests}
         self.done: set[int] = set()
         if path is not None:

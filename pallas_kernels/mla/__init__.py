@@ -7,9 +7,9 @@ softmax in float32. The projections and the output gate belong to the layer.
 import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
-from pallas_kernels.mla import absorbed, blocks, cached, reference, splash
+from pallas_kernels.mla import absorbed, blocks, cached, reference, slots, splash
 from pallas_kernels.mla.sequence import expand, self_attention_sharded
-from pallas_kernels.mla.slots import all_slots, over_slots, own_slots
+from pallas_kernels.mla.slots import all_slots, over_slots
 
 IMPLS = ("auto", "blocks", "splash", "reference")
 CACHED_IMPLS = ("auto", "blocks", "splash")
@@ -20,9 +20,9 @@ __all__ = [
     "all_slots",
     "cached_attention",
     "expand",
-    "own_slots",
     "self_attention",
     "self_attention_sharded",
+    "write_slots",
 ]
 
 
@@ -64,10 +64,10 @@ def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", o
     return blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
 
 
-def cached_attention(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, impl="auto"):
+def cached_attention(q_BTHq, latent_BMS, k_CHk, v_CHv, q_index_BT, *, scale, impl="auto"):
     """o_t = sum over slots s <= q_index_t of softmax(scale q_t.k_s) v_s, in q's dtype.
 
-    For prefill in pieces: keys and values are those of `expand(latent, k, v)`. q_index_BT (int32)
+    For prefill in pieces: keys and values are those of `expand` of the slots. q_index_BT (int32)
     is the slot of each query's own token; a negative one marks a pad, whose output is 0. Slots
     after the last index of a row may hold anything, NaN too.
     impl: "blocks" expands all rows; "splash" (TPU) one row at a time, and wants a row's queries in
@@ -80,24 +80,28 @@ def cached_attention(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, imp
         impl = automatic("MLA cached attention", "blocks", tpu="splash")
     attend = {"blocks": cached.attend_blocks, "splash": cached.attend_splash}[impl]
     is_pad_BT11 = (q_index_BT < 0)[..., None, None]
-    live_BS1 = _live_slots(q_index_BT, latent_BSM.shape[1])[..., None]
-    q_BTHq, latent_BSM = jnp.where(is_pad_BT11, 0, q_BTHq), jnp.where(live_BS1, latent_BSM, 0)
-    o_BTHv = attend(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, scale=scale)
+    live_B1S = _live_slots(q_index_BT, latent_BMS.shape[2])[:, None]
+    q_BTHq, latent_BMS = jnp.where(is_pad_BT11, 0, q_BTHq), jnp.where(live_B1S, latent_BMS, 0)
+    o_BTHv = attend(q_BTHq, jnp.swapaxes(latent_BMS, 1, 2), k_CHk, v_CHv, q_index_BT, scale=scale)
     return jnp.where(is_pad_BT11, 0, o_BTHv)
 
 
-def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, axis=None, impl="auto"):
+def absorbed_attention(
+    q_BTHC, q_pe_BTHr, latent_BMS, q_index_BT, *, scale, first=0, axis=None, impl="auto"
+):
     """o_t = sum over slots s <= q_index_t of softmax(scale (q_t.c_s + q_pe_t.k_pe_s)) c_s.
 
     The decode form: M = C + r, a slot is [c | k_pe], shared by all heads. The query is already
     multiplied by the key half of kv_b, and the value half is applied to the result [B,T,H,C] by
     the caller. q_index_BT, pads and dead slots as in `cached_attention`.
+    first: row b of the queries is row first + b (int32, traced) of a cache that may hold more rows,
+    of other layers.
     axis: the mesh axis over which slots are dealt (`slots`), and H is split; inside shard_map.
     impl: "plain" is jnp; "pallas" a TPU kernel for up to 8 queries a row and C in multiples of
     128, without a gradient, which reads the live part of the cache once; "auto" is "pallas" on TPU
     for what it can take, else "plain". Raises ValueError for what does not fit.
     """
-    (C, r), M = (q_BTHC.shape[-1], q_pe_BTHr.shape[-1]), latent_BSM.shape[-1]
+    (C, r), M = (q_BTHC.shape[-1], q_pe_BTHr.shape[-1]), latent_BMS.shape[1]
     if C + r != M or q_BTHC.shape[:3] != q_pe_BTHr.shape[:3]:
         raise ValueError(
             f"absorbed_attention: q {q_BTHC.shape} and q_pe {q_pe_BTHr.shape} must "
@@ -108,16 +112,33 @@ def absorbed_attention(q_BTHC, q_pe_BTHr, latent_BSM, q_index_BT, *, scale, axis
         raise ValueError(f"absorbed_attention: impl={impl!r} is not one of {ABSORBED_IMPLS}")
     q_BTHM = jnp.concatenate([q_BTHC, q_pe_BTHr], axis=-1)
     if impl == "auto":
-        reason = absorbed.fits(q_BTHM, latent_BSM, C)
+        reason = absorbed.fits(q_BTHM, latent_BMS, C)
         impl = automatic("MLA absorbed attention", "plain", obstacle=reason)
     attend = absorbed.attend if impl == "pallas" else absorbed.attend_plain
     if axis is None:
-        return attend(q_BTHM, latent_BSM, q_index_BT, scale=scale, C=C)
+        return attend(q_BTHM, latent_BMS, q_index_BT, scale=scale, C=C, first=first)
 
     def with_lse(q, index):
-        return attend(q, latent_BSM, index, scale=scale, C=C, with_lse=True)
+        return attend(q, latent_BMS, index, scale=scale, C=C, first=first, with_lse=True)
 
     return over_slots(with_lse, q_BTHM, q_index_BT, axis).astype(q_BTHC.dtype)
+
+
+def write_slots(latent_BMS, new_BTM, slots_BT, *, first=0, axis=None, impl="auto"):
+    """The cache with new_bt in slot slots_bt (int32) of its row first + b; where that is -1, a pad,
+    or beyond the end, nothing is written.
+
+    impl: "plain" is a scatter; "pallas" (TPU) wants the slots of a row to follow each other, with
+    pads behind them, and writes them where they lie: beside a scatter XLA makes two copies of the
+    cache, for it wants another layout. "auto" is "pallas" on TPU. axis as in `absorbed_attention`.
+    """
+    _check_int("write_slots", "slots", slots_BT, new_BTM.shape[:2])
+    if impl not in ABSORBED_IMPLS:
+        raise ValueError(f"write_slots: impl={impl!r} is not one of {ABSORBED_IMPLS}")
+    if impl == "auto":
+        impl = automatic("MLA cache write", "plain")
+    put = {"plain": slots.write_plain, "pallas": slots.write}[impl]
+    return put(latent_BMS, new_BTM.astype(latent_BMS.dtype), slots_BT, first, axis)
 
 
 def _live_slots(q_index_BT, S):

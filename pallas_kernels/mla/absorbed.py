@@ -20,24 +20,26 @@ MOST_SLOTS = 1024  # a step
 HIDDEN = -1e30  # a score that counts for nothing and, unlike -inf, never makes NaN
 
 
-def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C, with_lse=False):
+def attend_plain(q_BTHM, latent_BMS, q_index_BT, *, scale, C, first=0, with_lse=False):
     """o_t = sum over slots s <= q_index_t of softmax(scale q_t.latent_s) latent_s[:C], in q's type.
 
+    first: the row of the cache that is the queries' first; it may hold more of them.
     with_lse: o in float32 and log sum_s exp(scale q_t.latent_s) [B,T,H], from which o over several
     caches follows; of a query that sees no slot they are 0 and HIDDEN.
 
     The cache is multiplied as it is and the scores of dead slots are dropped; in the sum, where
     NaN times a weight of 0 would count, XLA zeroes dead slots on their way into the product.
     """
-    slots_S = jnp.arange(latent_BSM.shape[1])
-    scores_BHTS = scale * dot32("BTHM,BSM->BHTS", q_BTHM, latent_BSM)
+    latent_BMS = jax.lax.dynamic_slice_in_dim(latent_BMS, first, len(q_BTHM))
+    slots_S = jnp.arange(latent_BMS.shape[2])
+    scores_BHTS = scale * dot32("BTHM,BMS->BHTS", q_BTHM, latent_BMS)
     visible_B1TS = (slots_S <= q_index_BT[..., None])[:, None]
     scores_BHTS = jnp.where(visible_B1TS, scores_BHTS, HIDDEN)
     p_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
-    live_BS1 = (slots_S <= q_index_BT.max(axis=1, keepdims=True))[..., None]
-    values_BSM = jnp.where(live_BS1, latent_BSM, 0)
+    live_B1S = (slots_S <= q_index_BT.max(axis=1, keepdims=True))[:, None]
+    values_BMS = jnp.where(live_B1S, latent_BMS, 0)
     # All M channels, of which some are dropped: a slice of the cache would be a copy of it.
-    o_BTHM = dot32("BHTS,BSM->BTHM", p_BHTS.astype(latent_BSM.dtype), values_BSM)
+    o_BTHM = dot32("BHTS,BMS->BTHM", p_BHTS.astype(latent_BMS.dtype), values_BMS)
     is_real_BT11 = (q_index_BT >= 0)[..., None, None]
     o_BTHC = jnp.where(is_real_BT11, o_BTHM[..., :C], 0)
     if not with_lse:
@@ -46,15 +48,15 @@ def attend_plain(q_BTHM, latent_BSM, q_index_BT, *, scale, C, with_lse=False):
     return o_BTHC, jnp.where(is_real_BT11[..., 0], lse_BTH, HIDDEN)
 
 
-def fits(q_BTHM, latent_BSM, C):
+def fits(q_BTHM, latent_BMS, C):
     """Why the kernel cannot take these, or ''."""
     T = q_BTHM.shape[1]
     if T > MOST_TOKENS:
         return f"T={T} is more than {MOST_TOKENS}"
     if C % LANES:
         return f"C={C} is no multiple of {LANES}"
-    if q_BTHM.dtype != latent_BSM.dtype:
-        return f"q is {q_BTHM.dtype} and the latent {latent_BSM.dtype}"
+    if q_BTHM.dtype != latent_BMS.dtype:
+        return f"q is {q_BTHM.dtype} and the latent {latent_BMS.dtype}"
     return ""
 
 
@@ -84,29 +86,32 @@ def slots_per_step(S, rows, M, C, itemsize, vmem):
 
 
 def attend(
-    q_BTHM, latent_BSM, q_index_BT, *, scale, C, with_lse=False, slots=None, interpret=False
-):
-    """`attend_plain` on a TPU. Slots after a row's last live one are not read, by whole steps.
+    q_BTHM, latent_BMS, q_index_BT, *,
+    scale, C, first=0, with_lse=False, slots=None, interpret=False,
+):  # fmt: skip
+    """`attend_plain` on a TPU. Slots after a row's last live one are not read, by whole steps, and
+    no row of another layer.
 
     slots a step; None asks the chip. Float32 is multiplied in full precision. Has no gradient.
     """
-    (_, T, H, M), S = q_BTHM.shape, latent_BSM.shape[1]
-    if reason := fits(q_BTHM, latent_BSM, C):
+    (_, T, H, M), S = q_BTHM.shape, latent_BMS.shape[2]
+    if reason := fits(q_BTHM, latent_BMS, C):
         raise ValueError(f"absorbed_attention: impl='pallas' cannot: {reason}")
     if slots is None:
         vmem = pltpu.get_tpu_info().vmem_capacity_bytes
-        slots = slots_per_step(S, T * H, M, C, latent_BSM.dtype.itemsize, vmem)
-    args = (q_BTHM, latent_BSM, jnp.minimum(q_index_BT, S - 1).astype(jnp.int32))
+        slots = slots_per_step(S, T * H, M, C, latent_BMS.dtype.itemsize, vmem)
+    last_BT = jnp.minimum(q_index_BT, S - 1).astype(jnp.int32)
+    args = (q_BTHM, latent_BMS, last_BT, jnp.full(1, first, jnp.int32))
     axes = frozenset().union(*map(varying, args))
     return _attend((scale, C, with_lse, slots, interpret), *(vary(x, axes) for x in args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static, q_BTHM, latent_BSM, q_index_BT):
+def _attend(static, q_BTHM, latent_BMS, q_index_BT, first_1):
     scale, C, with_lse, slots, interpret = static
-    (B, T, H, M), S = q_BTHM.shape, latent_BSM.shape[1]
+    (B, T, H, M), S = q_BTHM.shape, latent_BMS.shape[2]
     R, dtype = T * H, q_BTHM.dtype
-    row = functools.partial(pl.BlockSpec, index_map=lambda b, j, last: (b, 0, 0))
+    row = functools.partial(pl.BlockSpec, index_map=lambda b, *_: (b, 0, 0))
     need = vmem_bytes(slots, R, M, C, 4 if with_lse else dtype.itemsize)
     out = functools.partial(
         jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q_BTHM).manual_axis_type
@@ -118,14 +123,19 @@ def _attend(static, q_BTHM, latent_BSM, q_index_BT):
             [out((B, R, C), F32), out((B, R, 1), F32)] if with_lse else [out((B, R, C), dtype)]
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(B, pl.cdiv(S, slots)),
             in_specs=[
                 row((1, R, 1)),
                 row((1, R, M)),
                 # Past the last live step the block stays, so that nothing is fetched.
                 pl.BlockSpec(
-                    (1, M, slots), lambda b, j, last: (b, 0, jnp.minimum(j, _step(last[b], slots)))
+                    (1, M, slots),
+                    lambda b, j, last, first: (
+                        first[0] + b,
+                        0,
+                        jnp.minimum(j, _step(last[b], slots)),
+                    ),
                 ),
             ],
             out_specs=[row((1, R, C)), row((1, R, 1))][: 1 + with_lse],
@@ -134,13 +144,19 @@ def _attend(static, q_BTHM, latent_BSM, q_index_BT):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=need * 3 // 2
         ),
+        # All slots live, of these rows.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * B * R * S * (M + C),
+            transcendentals=B * R * S,
+            bytes_accessed=(B * S * M + B * R * (M + C)) * dtype.itemsize,
+        ),
         interpret=interpret,
     )(
         q_index_BT.max(axis=1),
+        first_1,
         jnp.repeat(q_index_BT, H, axis=1)[..., None],
         q_BTHM.reshape(B, R, M),
-        # XLA lays a cache of 576 channels out with slots on lanes: this moves nothing.
-        jnp.swapaxes(latent_BSM, 1, 2),
+        latent_BMS,
     )
     o_BTHC = o_BRC.reshape(B, T, H, C)
     return (o_BTHC, lse_BR1[0].reshape(B, T, H)) if with_lse else o_BTHC
@@ -158,7 +174,7 @@ def _step(last, slots):
     return jnp.maximum(last, 0) // slots
 
 
-def _kernel(last_B, index_R1, q_RM, latent_Ms, o_RC, *rest, scale, with_lse):
+def _kernel(last_B, _, index_R1, q_RM, latent_Ms, o_RC, *rest, scale, with_lse):
     *lse_R1, top_R1, whole_R1, sum_RC = rest
     b, j = pl.program_id(0), pl.program_id(1)
     C, slots = o_RC.shape[2], latent_Ms.shape[2]

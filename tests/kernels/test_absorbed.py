@@ -1,5 +1,7 @@
 """Absorbed decode attention: the TPU kernel, interpreted, and the jnp form against float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.mla import absorbed, absorbed_attention, all_slots, own_slots
+from pallas_kernels.mla import absorbed, absorbed_attention, all_slots, slots, write_slots
 from pallas_kernels.mla.absorbed import slots_per_step, vmem_bytes
 
 C, R, SCALE = 128, 16, 192**-0.5
@@ -18,6 +20,19 @@ QUICK = {"xla_backend_optimization_level": 0}
 F32 = 2e-6
 # Weights and result are rounded to bfloat16.
 BF16 = 2.0**-7
+
+
+def slots_last(attend, at=1):
+    """The form as it is called with a cache [B, S, M], its argument number `at`."""
+
+    def fn(*args, **options):
+        return attend(*args[:at], jnp.swapaxes(args[at], 1, 2), *args[at + 1 :], **options)
+
+    return fn
+
+
+plain, kernel = slots_last(absorbed.attend_plain), slots_last(absorbed.attend)
+door = slots_last(absorbed_attention, at=2)
 
 
 def example(B, T, H, S, dtype=jnp.float32, seed=0):
@@ -49,7 +64,7 @@ def defined(q, latent, index):
 
 def called(form, interpret=CAREFUL, slots=128):
     options = {} if form == "plain" else dict(slots=slots, interpret=interpret)
-    attend = absorbed.attend_plain if form == "plain" else absorbed.attend
+    attend = plain if form == "plain" else kernel
 
     def fn(q, latent, index):
         return attend(q, latent, index, scale=SCALE, C=C, **options)
@@ -125,7 +140,7 @@ def test_it_runs_on_shards_with_their_types_checked():
         (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
     )
     sharded = jax.shard_map(
-        lambda *x: absorbed.attend(*x, scale=SCALE, C=C, slots=128, interpret=CAREFUL),
+        lambda *x: kernel(*x, scale=SCALE, C=C, slots=128, interpret=CAREFUL),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -142,7 +157,7 @@ def test_the_jnp_form_has_a_gradient_and_the_kernel_says_that_it_has_none():
     def total(form):
         def fn(q):
             args = dict(scale=SCALE, impl=form)
-            return absorbed_attention(q[..., :C], q[..., C:], latent, index, **args).sum()
+            return door(q[..., :C], q[..., C:], latent, index, **args).sum()
 
         return jax.grad(fn)
 
@@ -151,7 +166,7 @@ def test_the_jnp_form_has_a_gradient_and_the_kernel_says_that_it_has_none():
     slope = float((total("plain")(q) * step).sum())
     np.testing.assert_allclose(slope, (sums[0] - sums[1]) / 2, rtol=1e-2)
     with pytest.raises(ValueError, match="has no gradient; impl='plain' has one"):
-        jax.grad(lambda q: absorbed.attend(q, latent, index, scale=1.0, C=C, slots=128).sum())(q)
+        jax.grad(lambda q: kernel(q, latent, index, scale=1.0, C=C, slots=128).sum())(q)
 
 
 @pytest.mark.parametrize("vmem", [128 << 20, 64 << 20])
@@ -167,15 +182,29 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
     index = jnp.zeros((1, 9), jnp.int32)
     halves = q[..., :C], q[..., C:]
     with pytest.raises(ValueError, match="T=9 is more than 8"):
-        absorbed_attention(*halves, latent, index, scale=1.0, impl="pallas")
+        door(*halves, latent, index, scale=1.0, impl="pallas")
     with pytest.raises(ValueError, match="C=64 is no multiple of 128"):
-        absorbed.attend(q[:, :1], latent, index[:, :1], scale=1.0, C=64)
+        kernel(q[:, :1], latent, index[:, :1], scale=1.0, C=64)
     with pytest.raises(ValueError, match="impl='fast' is not one of"):
-        absorbed_attention(*halves, latent, index, scale=1.0, impl="fast")
+        door(*halves, latent, index, scale=1.0, impl="fast")
     with pytest.raises(ValueError, match="q is float32 and the latent bfloat16"):
-        absorbed.attend(q[:, :1], latent.astype(jnp.bfloat16), index[:, :1], scale=1.0, C=C)
+        kernel(q[:, :1], latent.astype(jnp.bfloat16), index[:, :1], scale=1.0, C=C)
     with pytest.raises(ValueError, match="100000 queries and 128 slots of M=576 need"):
         slots_per_step(8192, 100_000, 576, 512, 2, 64 << 20)
+
+
+@pytest.mark.parametrize("form", ["pallas", "plain"])
+def test_rows_are_read_out_of_a_cache_of_all_layers(form):
+    """The second of three layers, its index traced; the others hold NaN."""
+    index = np.asarray([[200], [64]], np.int32)
+    q, latent = example(2, 1, 3, 256, seed=4)
+    stack = jnp.concatenate([jnp.full_like(latent, jnp.nan), latent, jnp.full_like(latent, np.nan)])
+    options = {} if form == "plain" else dict(slots=128, interpret=CAREFUL)
+    attend = plain if form == "plain" else kernel
+    run = jax.jit(
+        lambda first: attend(q, stack, jnp.asarray(index), scale=SCALE, C=C, first=first, **options)
+    )
+    assert gap(run(jnp.int32(2)), defined(q, latent, index)) <= F32
 
 
 @pytest.mark.parametrize("form", ["pallas", "plain"])
@@ -183,7 +212,7 @@ def test_the_log_of_the_sum_is_returned_too(form):
     index = np.asarray([[200], [-1], [64]], np.int32)
     q, latent = example(3, 1, 4, 256, seed=2)
     options = {} if form == "plain" else dict(slots=128, interpret=CAREFUL)
-    attend = absorbed.attend_plain if form == "plain" else absorbed.attend
+    attend = plain if form == "plain" else kernel
     run = jax.jit(lambda *x: attend(*x, scale=SCALE, C=C, with_lse=True, **options))
     o, lse = run(*dirty(q, latent, index), jnp.asarray(index))
     assert gap(o, defined(q, latent, index)) <= F32
@@ -201,12 +230,12 @@ def test_slots_that_are_dealt_over_devices_give_what_a_whole_cache_gives():
     q, latent = dirty(q, latent, index)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
 
-    def fn(q, latent, new, index, slots):
-        at = own_slots(slots, "tensor")
-        own = latent.at[jnp.arange(5)[:, None], jnp.where(at < 0, 20, at)].set(new, mode="drop")
-        args = q[..., :C], q[..., C:], own, index
-        o = absorbed_attention(*args, scale=SCALE, axis="tensor", impl="plain")
-        return o, all_slots(own, "tensor")[None]
+    def fn(q, latent, new, index, at):
+        cache = write_slots(jnp.swapaxes(latent, 1, 2), new, at, axis="tensor", impl="plain")
+        o = absorbed_attention(
+            q[..., :C], q[..., C:], cache, index, scale=SCALE, axis="tensor", impl="plain"
+        )
+        return o, all_slots(cache, "tensor")[None]
 
     heads, empty = P(None, None, "tensor"), jnp.zeros((5, 80, C + R))
     run = jax.shard_map(
@@ -215,10 +244,43 @@ def test_slots_that_are_dealt_over_devices_give_what_a_whole_cache_gives():
         in_specs=(heads, P(None, "tensor"), P(), P(), P()),
         out_specs=(heads, P("tensor")),
     )
-    slots = jnp.where(np.arange(80) % 7 == 3, -1, jnp.arange(80))[None].repeat(5, 0)
-    written = jnp.where(slots[..., None] >= 0, latent, 0)
-    o, whole = jax.jit(run)(q, empty, latent, jnp.asarray(index), slots)
+    at = jnp.where(np.arange(80) % 7 == 3, -1, jnp.arange(80))[None].repeat(5, 0)
+    written = jnp.where(at[..., None] >= 0, latent, 0)
+    o, whole = jax.jit(run)(q, empty, latent, jnp.asarray(index), at)
     for each in whole:
-        np.testing.assert_array_equal(each, written)
+        np.testing.assert_array_equal(jnp.swapaxes(each, 1, 2), written)
     assert gap(o, defined(jnp.nan_to_num(q), np.nan_to_num(written, posinf=0), index)) <= F32
     assert not np.asarray(o)[2].any()
+
+
+PIECES = {
+    "a token in the first block, in the last, a pad, and one past the end": [
+        (0, 1), (383, 1), (0, 0), (384, 1)
+    ],
+    "pieces within a block, over a border, over two, and up to the end": [
+        (3, 100), (100, 100), (100, 200), (284, 100)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n_devices", [1, 3])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
+def test_the_kernel_writes_what_a_scatter_writes(pieces, n_devices):
+    """Of the second of three layers; the other layers, and slots before and behind, stay."""
+    T, B = max(n for _, n in pieces), len(pieces)
+    draw = np.random.default_rng(5).standard_normal
+    cache = jnp.asarray(draw((3 * B, 24, 384 * n_devices)), jnp.bfloat16)
+    new = jnp.asarray(draw((B, T, 24)), jnp.bfloat16)
+    at = np.full((B, T), -1, np.int32)
+    for row, (start, n) in zip(at, pieces, strict=True):
+        row[:n] = np.arange(start, start + n)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n_devices]), ("tensor",))
+    found = []
+    for write in (slots.write_plain, partial(slots.write, interpret=CAREFUL)):
+        fn = partial(write, first=B, axis="tensor" if n_devices > 1 else None)
+        split = P(None, None, "tensor")
+        run = jax.shard_map(fn, mesh=mesh, in_specs=(split, P(), P()), out_specs=split)
+        found.append(jax.jit(run)(cache, new, jnp.asarray(at)))
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0][:B], cache[:B])
+    assert np.any(found[0][B : 2 * B] != cache[B : 2 * B])

@@ -26,6 +26,10 @@ Q, VALUE, SCALE = 24, 16, 24**-0.5
 TIGHT = dict(rtol=1e-5, atol=1e-5)
 
 
+def cached_with(q, latent_BSM, *rest, **options):
+    return cached_attention(q, jnp.swapaxes(latent_BSM, 1, 2), *rest, **options)
+
+
 def heads(seed, B, T, H=2, dtype=jnp.float32, q=Q, v=VALUE):
     draw = np.random.default_rng(seed).normal
     return [jnp.asarray(draw(size=(B, T, H, width)), dtype) for width in (q, q, v)]
@@ -212,7 +216,7 @@ def test_pieces_over_a_cache_equal_one_pass(impl, monkeypatch):
     q, (latent, *keys) = heads(9, 2, 130)[0], latents(9, 2, 130)
     one = jnp.ones((2, 130), jnp.int32)
     want = run(self_attention, q, *expand(latent, *keys), one, impl="reference")
-    attend = jax.jit(lambda *x: cached_attention(*x, scale=SCALE, impl=impl))
+    attend = jax.jit(lambda *x: cached_with(*x, scale=SCALE, impl=impl))
     for start, n in ((0, 64), (64, 64), (128, 2)):
         slots = jnp.arange(160)[None, :, None] < start + n
         cache = jnp.where(slots, jnp.pad(latent, ((0, 0), (0, 30), (0, 0))), jnp.nan)
@@ -230,10 +234,10 @@ def test_cached_equals_its_definition_when_rows_differ_in_length(impl, monkeypat
     monkeypatch.setattr(cached, "attend_splash", partial(cached.attend_splash, interpret=True))
     q, (latent, *keys) = heads(10, 3, 7)[0], latents(11, 3, 50)
     index = jnp.asarray([[3 + t for t in range(7)], [40 + t for t in range(7)], [-1] * 7])
-    got = run(cached_attention, q, latent, *keys, index, impl=impl)
+    got = run(cached_with, q, latent, *keys, index, impl=impl)
     want = run(reference.cached_attention, q, *expand(latent, *keys), index)
     np.testing.assert_allclose(got[:2], want[:2], **TIGHT)
-    alone = run(cached_attention, q[:1], latent[:1], *keys, index[:1], impl=impl)
+    alone = run(cached_with, q[:1], latent[:1], *keys, index[:1], impl=impl)
     np.testing.assert_allclose(got[:1], alone, rtol=1e-6, atol=1e-6)
     assert not got[2].any()
 
@@ -251,11 +255,11 @@ def test_absorbed_equals_expanded_with_the_projection_folded_in(T):
 
     q_BTHq = jnp.concatenate([q_nope, q_pe], -1)
     latent = jnp.concatenate([c_BSC, k_pe_BSr], -1)
-    want = run(cached_attention, q_BTHq, latent, key_CHk, value_CHv, index)
+    want = run(cached_with, q_BTHq, latent, key_CHk, value_CHv, index)
 
     latent = jnp.where(jnp.arange(S)[None, :, None] <= index.max(1)[:, None, None], latent, jnp.nan)
     folded = jnp.einsum("BTHk,CHk->BTHC", q_nope, key_CHk, **exact)
-    o_BTHC = run(absorbed_attention, folded, q_pe, latent, index)
+    o_BTHC = run(absorbed_attention, folded, q_pe, jnp.swapaxes(latent, 1, 2), index)
     got = jnp.einsum("BTHC,CHv->BTHv", o_BTHC, value_CHv, **exact)
     # Scores and outputs reach 20 here, and one product is associated the other way.
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
@@ -318,8 +322,8 @@ def test_misfit_arguments_are_refused_with_their_numbers():
     with pytest.raises(ValueError, match="share one dtype.*bfloat16"):
         self_attention(q, k, v.astype(jnp.bfloat16), ids, scale=1.0)
     with pytest.raises(ValueError, match=r"q_index must be integers of shape \(2, 6\)"):
-        cached_attention(q, *latents(14, 2, 6), ids[:, :5], scale=1.0)
+        cached_with(q, *latents(14, 2, 6), ids[:, :5], scale=1.0)
     with pytest.raises(ValueError, match=r"impl='pallas' is not one of \('auto', 'blocks', 'spl"):
-        cached_attention(q, *latents(14, 2, 6), ids, scale=1.0, impl="pallas")
+        cached_with(q, *latents(14, 2, 6), ids, scale=1.0, impl="pallas")
     with pytest.raises(ValueError, match="must sum to the latent's M=9"):
-        absorbed_attention(q[..., :5], q[..., :3], jnp.zeros((2, 8, 9)), ids, scale=1.0)
+        absorbed_attention(q[..., :5], q[..., :3], jnp.zeros((2, 9, 8)), ids, scale=1.0)

@@ -93,7 +93,7 @@ ENTRY %main (a: bf16[54,1024,128], i: s32[], x: bf16[1024,1024]) -> bf16[54,1024
     moved = {op.name: op.bytes for op in hlo.operations(text)}
     layer = 1024 * 128 * 2
     assert moved == {"y": layer + 1024 * 1024 * 2 + layer + 4}, (
-        "a scatter of 54 rows is not told of"
+        "the scatter is too small to be told"
     )
 
 

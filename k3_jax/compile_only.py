@@ -36,6 +36,7 @@ from k3_jax.serving import engine
 from k3_jax.state import SLOTS
 from k3_jax.train_step import init_state, train_step
 from sharding import act_spec, make_mesh
+from sharding.balance import LENT
 
 GB = 1e9
 
@@ -135,14 +136,19 @@ def refusal(kinds: dict[str, int], said: str, chip: Chip) -> str:
 
 
 def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
-    """HBM bytes of the program, and its exchanges by operation and mesh axes."""
+    """HBM bytes of the program, and its exchanges by operation and mesh axes.
+
+    Those of lent experts' weights are apart: they are counted full, but the more even the router's
+    choices, the fewer are lent.
+    """
     moved = sum(op.runs * op.bytes for op in operations(text))
     rows: dict[tuple, dict] = {}
     for op in collectives(text):
         if len(op.group) < 2:
             continue
         axes, sides = spanned(op.group, mesh, chip)
-        row = rows.setdefault((op.opcode, axes), {"runs": 0, "sent_bytes": 0.0, "seconds": 0.0})
+        what = f"{op.opcode} of lent experts" if LENT in op.scopes else op.opcode
+        row = rows.setdefault((what, axes), {"runs": 0, "sent_bytes": 0.0, "seconds": 0.0})
         row["runs"] += op.runs
         row["sent_bytes"] += op.runs * op.sent
         row["seconds"] += op.runs * seconds_on_links(op, sides, chip)

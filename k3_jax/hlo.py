@@ -55,13 +55,15 @@ class Collective(NamedTuple):
     """An exchange between devices: all its runs together. `sent` bytes leave a device in one run.
 
     group: the devices, by their numbers in the mesh, that the first device exchanges with, itself
-    too; of a permutation, a device and the one that it sends to.
+    too; of a permutation, a device and the one that it sends to. scopes: JAX's names of where in
+    the program it is.
     """
 
     opcode: str
     runs: int
     sent: float
     group: tuple[int, ...]
+    scopes: str = ""
 
 
 COLLECTIVES = (
@@ -87,7 +89,9 @@ def _exchanges(bodies) -> Iterator[Collective]:
         of = line.operands[:1] if opcode == "ragged-all-to-all" else line.operands
         sent = sum(_bytes(by_name[x].type) for x in of if x in by_name)
         share = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
-        yield Collective(opcode, runs, sent * share.get(opcode, (n - 1) / n), group)
+        scopes = re.search(r'op_name="([^"]*)"', line.text)
+        scopes = scopes.group(1) if scopes else ""
+        yield Collective(opcode, runs, sent * share.get(opcode, (n - 1) / n), group, scopes)
 
 
 def _group(text: str) -> tuple[int, ...]:

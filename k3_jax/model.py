@@ -19,7 +19,7 @@ from k3_jax.layers.mlp import DenseFfn
 from k3_jax.layers.moe import CAME_BACK, Moe, Packed, Routing
 from k3_jax.layers.norm import rms_norm
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
-from pallas_kernels.common import dot32
+from pallas_kernels.common import automatic, dot32
 from sharding import act_spec, on_shards, present
 
 # Equal groups of consecutive layers, by their indices, that share one program under a scan.
@@ -149,7 +149,8 @@ class Group(nnx.Module):
             sum_BTD, cache, out = repeat(step, sum_BTD, (layers, firsts, forced), cache, n)
             after.append(cache)
             found.append(out)
-        return sum_BTD, tuple(after), tuple(zip(*found, strict=True))
+        after = None if caches is None else tuple(after)
+        return sum_BTD, after, tuple(zip(*found, strict=True))
 
 
 class Blocks(nnx.Module):
@@ -205,7 +206,25 @@ class Blocks(nnx.Module):
             after.append(cache)
             routing += in_order(out[0])
             stream += in_order(out[1])
-        return sum_BTD, tuple(after), (_concatenate(routing), _concatenate(stream))
+        after = None if caches is None else tuple(after)
+        return sum_BTD, after, (_concatenate(routing), _concatenate(stream))
+
+
+def held(blocks):
+    """The blocks as inference has them, whose loops pass on where a layer's weights are.
+
+    On a GPU that is so of packed experts alone: XLA hands a product a slice by a loop's counter
+    without a copy, and by another index copies it (one row of k3_mini on an H200: 5.6 and 7.5 ms
+    a token, `benchmarks.decode`).
+    """
+    which = automatic("weights in the loops of inference", "held", gpu="experts held")
+
+    def hold(x):
+        if which == "experts held" and not isinstance(x, Packed):
+            return x
+        return jax.tree.map(_hold, x)
+
+    return jax.tree.map(hold, blocks, is_leaf=lambda x: isinstance(x, Packed))
 
 
 def _hold(x) -> Held:
@@ -323,8 +342,7 @@ class K3(nnx.Module):
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1))
         bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
         after, routing, stream, z = [], [], [], 0
-        layers = self.blocks if cache is None else jax.tree.map(_hold, self.blocks)
-        for i, blocks in enumerate(layers):
+        for i, blocks in enumerate(self.blocks if cache is None else held(self.blocks)):
             caches = None if cache is None else jax.tree.map(_hold, cache.blocks[i])
             forced = None
             if forced_ZBTA is not None:

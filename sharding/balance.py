@@ -50,6 +50,9 @@ from sharding.exchange import (
     vary_with,
 )
 
+# What compiled programs call the exchange of weights and of their gradients.
+LENT = "lent_experts"
+
 
 class Fills(NamedTuple):
     """Who fills whom, for every rank: rank d gets `amount` rows of those of rank `source`.
@@ -232,6 +235,7 @@ def prefetch(w_eLF, copies: Copies, axis, *, impl="auto"):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@jax.named_scope(LENT)
 def _prefetch(w_eLF, copies, axis, impl):
     return move(w_eLF, copies.there, w_eLF.shape[0], axis, impl)
 
@@ -240,6 +244,7 @@ def _prefetch_fwd(w_eLF, copies, axis, impl):
     return _prefetch(w_eLF, copies, axis, impl), copies
 
 
+@jax.named_scope(LENT)
 def _prefetch_bwd(axis, impl, copies, dspare_eLF):
     n_local, L = dspare_eLF.shape[:2]
     length = copies.line_X.shape[0]

@@ -111,6 +111,7 @@ def test_a_loops_exchanges_count_as_often_as_it_runs():
         text = jax.jit(fn).lower(rows).compile().as_text()
     (found,) = hlo.collectives(text)
     assert (found.opcode, found.runs, found.group) == ("all-reduce", 5, (0, 1, 2, 3))
+    assert "psum" in found.scopes
     assert found.sent == 1024 * 4 * 2 * 3 / 4
 
 

@@ -130,7 +130,7 @@ def report(metrics, pending, config):
     """Tell of a step that is done; stop the run after too many bad ones in a row."""
     if pending is None:
         return
-    step, values = pending[0], {k: v.item() for k, v in jax.device_get(pending[1]).items()}
+    step, values = pending[0], {k: v.tolist() for k, v in jax.device_get(pending[1]).items()}
     metrics.step(step, values)
     if values["bad_in_row"] >= config.max_bad_steps:
         raise ValueError(

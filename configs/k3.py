@@ -46,6 +46,8 @@ def get_config() -> ConfigDict:
             routed_scale=1.0,
             exchange="balanced",
             capacity=1.05,
+            balance="quantile",
+            balance_bins=1000,
         ),
     )
     config.data = dict(

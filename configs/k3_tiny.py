@@ -44,6 +44,8 @@ def get_config() -> ConfigDict:
             routed_scale=1.0,
             exchange="plain",
             capacity=0.0,
+            balance="quantile",
+            balance_bins=1000,
         ),
     )
     config.data = dict(

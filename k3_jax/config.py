@@ -14,7 +14,8 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
     W       4   convolution taps              E     896   routed experts
     A      16   experts per token             L    3584   latent width of the routed experts
     J       9   AttnRes candidates            G       -   stacked groups of layers
-    X   12288   channels of all KDA heads, H k
+    X   12288   channels of all KDA heads, H k    U    1000   bins of a required router bias
+    P       -   devices, each with tokens of its own
 """
 
 import dataclasses
@@ -59,6 +60,9 @@ class MoeConfig:
     `capacity` is the most copies of tokens that a device's experts take, as a multiple of the
     copies that a device sends. "plain" drops and counts what is more, and 0 is no bound; "balanced"
     lends fewer experts with more of it, and 1 is the least.
+    `balance` is the rule that moves the router bias after each training step (`k3_jax.balancing`,
+    report section 2.3.3): "quantile" from a histogram of `balance_bins` bins, "exact" by sorting
+    every token of the step, for small runs, and "none", which leaves it as it is.
     `packed`: the experts' weights stay MXFP4 in memory, as released; they cannot be trained.
     """
 
@@ -70,6 +74,8 @@ class MoeConfig:
     routed_scale: float = 1.0
     exchange: str = "plain"
     capacity: float = 0.0
+    balance: str = "quantile"
+    balance_bins: int = 1000
     packed: bool = False
 
 
@@ -237,6 +243,7 @@ def check_model(c: ModelConfig) -> None:
             f"{c.moe.latent_width} and moe.expert_width={c.moe.expert_width}"
         )
     check_choice("moe.exchange", c.moe.exchange, ("plain", "balanced"))
+    check_choice("moe.balance", c.moe.balance, ("quantile", "exact", "none"))
     lowest = 1 if c.moe.exchange == "balanced" else 0
     if c.moe.capacity < lowest:
         raise ValueError(
@@ -260,6 +267,12 @@ def check_train(c: TrainConfig) -> None:
     d = c.data
     if c.model.moe.packed:
         raise ValueError("model.moe.packed=True: packed experts have no gradient")
+    m = c.model.moe
+    if m.balance != "none" and m.n_active == m.n_experts and c.model.n_dense < c.model.n_layers:
+        raise ValueError(
+            f"moe.balance={m.balance!r} needs an expert that is not chosen, but moe.n_active="
+            f"{m.n_active} of moe.n_experts={m.n_experts}; set moe.balance='none'"
+        )
     if c.steps < 1 or c.accumulate < 1 or d.batch < 1:
         raise ValueError(
             f"steps={c.steps}, accumulate={c.accumulate}, data.batch={d.batch} must be at least 1"

@@ -26,7 +26,7 @@ class HeldOut:
                 f"no document is held out (data.holdout={config.data.holdout}); raise it, or set "
                 "eval_every=0"
             )
-        self._sums = jax.jit(lambda model, rows: loss_sums(model, config, rows))
+        self._sums = jax.jit(lambda model, rows: loss_sums(model, config, rows)[0])
 
     def __call__(self, model: K3) -> dict[str, float]:
         """{"heldout_loss": nats per token, "heldout_bits_per_byte": ...}."""

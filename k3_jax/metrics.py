@@ -71,6 +71,7 @@ class Metrics:
             f"grad {values['grad_norm']:.3f}  lr {values['learning_rate']:.2e}  "
             f"{rate:,.0f} tokens/s  {flops / 1e12:.3g} TFLOP/s/device  "
             + (f"MFU {100 * flops / peak:.1f} %  " if peak else "")
+            + (f"load {values['load_max']:.2f}  " if "load_max" in values else "")
             + (f"skipped {values['skipped']:.0f}  " if values["skipped"] else "")
             + f"ETA {timedelta(seconds=round(left))}"
         )
@@ -88,13 +89,17 @@ class Metrics:
         return Pause(self)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line of `metrics.jsonl` and one point of each TensorBoard curve."""
+        """One line of `metrics.jsonl` and one point of each TensorBoard curve.
+
+        Lists, which have a number for each layer, are in the file alone.
+        """
         if self._is_first:
+            curves = {k: v for k, v in values.items() if not isinstance(v, list)}
             # JSON has no NaN: what is not finite is null.
-            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-            self._file.write(json.dumps({"step": step} | finite) + "\n")
+            finite = {k: v if math.isfinite(v) else None for k, v in curves.items()}
+            self._file.write(json.dumps({"step": step} | values | finite) + "\n")
             self._file.flush()
-            for name, value in values.items():
+            for name, value in curves.items():
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:

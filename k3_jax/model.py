@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from k3_jax.axes import Held, ShapesOnly, is_held, normal, ones, own_ids, read, stacked, weight
+from k3_jax.axes import ShapesOnly, is_held, normal, ones, own_ids, read, stacked, weight
 from k3_jax.config import ModelConfig
 from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
-from k3_jax.layers.moe import CAME_BACK, Moe, Packed, Routing
+from k3_jax.layers.moe import CAME_BACK, Moe, Routing
 from k3_jax.layers.norm import rms_norm
+from k3_jax.loops import held, hold, repeat, stacks, taken
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
-from pallas_kernels.common import automatic, dot32
+from k3_jax.tree import named_leaves, with_leaves
+from pallas_kernels.common import dot32
 from sharding import act_spec, on_shards, present
 
 # Equal groups of consecutive layers, by their indices, that share one program under a scan.
@@ -134,7 +136,7 @@ class Group(nnx.Module):
 
         def step(sum_BTD, xs, cache):
             layer, is_first, forced_BTA = xs
-            layer = jax.tree.map(_take, layer, is_leaf=lambda x: isinstance(x, Held | Packed))
+            layer = taken(layer)
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
             sum_BTD, cache, routing = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
             return sum_BTD, cache, (routing, sum_BTD if keep_stream else None)
@@ -210,33 +212,6 @@ class Blocks(nnx.Module):
         return sum_BTD, after, (_concatenate(routing), _concatenate(stream))
 
 
-def held(blocks):
-    """The blocks as inference has them, whose loops pass on where a layer's weights are.
-
-    On a GPU that is so of packed experts alone: XLA hands a product a slice by a loop's counter
-    without a copy, and by another index copies it (one row of k3_mini on an H200: 5.6 and 7.5 ms
-    a token, `benchmarks.decode`).
-    """
-    which = automatic("weights in the loops of inference", "held", gpu="experts held")
-
-    def hold(x):
-        if which == "experts held" and not isinstance(x, Packed):
-            return x
-        return jax.tree.map(_hold, x)
-
-    return jax.tree.map(hold, blocks, is_leaf=lambda x: isinstance(x, Packed))
-
-
-def _hold(x) -> Held:
-    """The first of arrays that are stacked over groups and layers."""
-    return Held(_join(x), jnp.zeros((), jnp.int32))
-
-
-def _take(x):
-    """A layer's array; packed experts go on to their kernel, which reads of the stack its own."""
-    return x.taken() if is_held(x) else x
-
-
 def _split(n: int, x):
     """[n * a, ...] -> [n, a, ...]"""
     return x if is_held(x) else x.reshape(n, -1, *x.shape[1:])
@@ -245,41 +220,6 @@ def _split(n: int, x):
 def _join(x):
     """[n, a, ...] -> [n * a, ...]"""
     return x.reshape(-1, *x.shape[2:])
-
-
-def repeat(step, carry, xs, caches, n: int):
-    """`jax.lax.scan` over `n` stacked things; one alone runs without a loop.
-
-    step(carry, xs, caches) -> carry, caches, ys. What is `Held`, as caches are, is not sliced: the
-    loop passes on where in its stack each thing is, and has the stacks of the caches as a carry, so
-    that they are changed where they lie.
-    """
-    xs, structure = jax.tree.flatten(xs, is_leaf=is_held)
-
-    def within(held, i):
-        return Held(held.stack, held.index * n + i)
-
-    def one(carry, given):
-        (carry, stacks), (i, sliced) = carry, given
-        rest = iter(sliced)
-        each = [within(x, i) if is_held(x) else next(rest) for x in xs]
-        here = jax.tree.map(lambda x, old: within(Held(x, old.index), i), stacks, caches)
-        carry, here, ys = step(carry, jax.tree.unflatten(structure, each), here)
-        return (carry, _stacks(here)), ys
-
-    sliced = [x for x in xs if not is_held(x)]
-    if n > 1:
-        start = carry, _stacks(caches)
-        (carry, after), ys = jax.lax.scan(one, start, (jnp.arange(n, dtype=jnp.int32), sliced))
-    else:
-        given = 0, [jnp.squeeze(x, 0) for x in sliced]
-        (carry, after), ys = one((carry, _stacks(caches)), given)
-        ys = jax.tree.map(lambda y: y[None], ys)
-    return carry, jax.tree.map(lambda x, old: Held(x, old.index), after, caches), ys
-
-
-def _stacks(caches):
-    return jax.tree.map(lambda x: x.stack, caches, is_leaf=is_held)
 
 
 def in_order(runs) -> list:
@@ -323,15 +263,20 @@ class K3(nnx.Module):
         *,
         forced_ZBTA=None,
         keep_stream=False,
+        counted_BT=None,
     ) -> Output:
         """Rows of embeddings -> hidden rows.
 
         `segments_BT`: 0 for pads, else the document of the token; documents never see each other.
         With a cache each row is one document, padded on the right only: its tokens (any segment
         but 0) follow those in the cache, and the cache afterwards holds them too.
+        With `counted_BT` (booleans) routing has what balancing the experts needs to know of these
+        tokens.
         """
         segments_BT = jax.reshard(segments_BT, act_spec("BT"))
-        rows = Rows(segments_BT)
+        if counted_BT is not None:
+            counted_BT = jax.reshard(counted_BT, act_spec("BT"))
+        rows = Rows(segments_BT, counted_BT=counted_BT)
         if cache is not None:
             if present(("seq",)):
                 raise ValueError(
@@ -339,16 +284,16 @@ class K3(nnx.Module):
                 )
             real_BT = segments_BT != 0
             slots_BT = cache.length_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1
-            rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1))
+            rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1), counted_BT)
         bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
         after, routing, stream, z = [], [], [], 0
         for i, blocks in enumerate(self.blocks if cache is None else held(self.blocks)):
-            caches = None if cache is None else jax.tree.map(_hold, cache.blocks[i])
+            caches = None if cache is None else hold(cache.blocks[i])
             forced = None
             if forced_ZBTA is not None:
                 forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
             sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
-            after.append(_stacks(caches))
+            after.append(stacks(caches))
             for kept, found in zip((routing, stream), out, strict=True):
                 kept += [] if found is None else [found]
         mixed_BTD = self.out_res(sum_BTD, bank, has_sum=True)
@@ -371,6 +316,31 @@ def _look_up(ids_BT, table_VD):
 def abstract(c: ModelConfig) -> K3:
     """The model's shapes, dtypes and resting places on the mesh in force; no values."""
     return K3(c, rngs=ShapesOnly())
+
+
+def router_biases(model: K3) -> jax.Array:
+    """bias_ZE: the router biases of the Z MoE layers, in the layers' order."""
+    leaves, places = named_leaves(model), router_places(model.config)
+    joined = jnp.concatenate([leaves[name].reshape(z.size, -1) for name, z in places.items()])
+    return joined[np.argsort(np.concatenate([z.reshape(-1) for z in places.values()]))]
+
+
+def with_router_biases(model: K3, bias_ZE) -> K3:
+    """The model with other router biases."""
+    places = router_places(model.config)
+    return with_leaves(model, named_leaves(model) | {k: bias_ZE[z] for k, z in places.items()})
+
+
+def router_places(c: ModelConfig) -> dict[str, np.ndarray]:
+    """For each leaf of router biases which of the MoE layers it holds: {name: [G, layers]}."""
+    places = {}
+    for b, plan in enumerate(plan_blocks(c)):
+        for p, part in enumerate(plan.parts):
+            for r, runs in enumerate(zip(*(cut_runs(c, group) for group in part), strict=True)):
+                if runs[0][0] >= c.n_dense:
+                    name = f"blocks/{b}/parts/{p}/runs/{r}/ffn/router_bias_E"
+                    places[name] = np.array(runs) - c.n_dense
+    return places
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:

@@ -40,11 +40,13 @@ class Rows:
     """What the layers need to know of the rows they are given.
 
     `segments_BT`: 0 for pads, else the token's document. `slots_BT`: where in the cache the token
-    goes, -1 for pads; None without a cache.
+    goes, -1 for pads; None without a cache. `counted_BT`: whether the token counts for balancing
+    the experts; None where nothing is counted.
     """
 
     segments_BT: jax.Array
     slots_BT: jax.Array | None = None
+    counted_BT: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """The train state and one pure step: loss, gradients, update, metrics."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from k3_jax.axes import read
+from k3_jax.balancing import figures, next_biases
 from k3_jax.config import TrainConfig
-from k3_jax.loss import LossSums, cross_entropy, next_tokens
-from k3_jax.model import K3
+from k3_jax.loss import cross_entropy, next_tokens
+from k3_jax.model import K3, router_biases, with_router_biases
 
 F32 = jnp.float32
 
@@ -45,38 +47,62 @@ def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainSt
     return TrainState(model, opt, *counters)
 
 
-def loss_sums(model: K3, config: TrainConfig, batch: dict) -> LossSums:
-    """Sums over one batch of rows {"tokens", "segments"[, "mask"]} of [B, T]."""
+def loss_sums(model: K3, config: TrainConfig, batch: dict, counted_BT=None):
+    """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's routing."""
     tokens_BT, segments_BT = batch["tokens"], batch["segments"]
-    hidden_BTD = model(model.embed(tokens_BT), segments_BT).hidden_BTD
+    out = model(model.embed(tokens_BT), segments_BT, counted_BT=counted_BT)
     targets_BT, counts_BT = next_tokens(tokens_BT, segments_BT, batch.get("mask"))
-    head_DV = read(model.head_DV)
-    return cross_entropy(hidden_BTD, head_DV, targets_BT, counts_BT, chunk=config.loss_chunk)
+    head_DV, chunk = read(model.head_DV), config.loss_chunk
+    return cross_entropy(out.hidden_BTD, head_DV, targets_BT, counts_BT, chunk=chunk), out.routing
+
+
+def objective(model: K3, batch: dict, config: TrainConfig):
+    """What is minimised, summed over targets; with it sums to be added over micro-batches (of the
+    loss, and of routing) and what is kept of each.
+
+    Pads and, where rows have a mask, tokens that are not to be learned do not count for balancing
+    the experts (T22; what the report does with masked tokens it does not say).
+    """
+    counted_BT = batch["segments"] != 0
+    if "mask" in batch:
+        counted_BT &= batch["mask"] != 0
+    sums, routing = loss_sums(model, config, batch, counted_BT)
+    routed, kept = None, None
+    if routing is not None:
+        routed, kept = (routing.n_dropped_P, routing.tally), routing.required_BTE
+    return sums.nats + config.z_loss * sums.z, ((sums, routed), kept)
+
+
+def gradients(model: K3, batch: dict, config: TrainConfig):
+    """Sums over micro-batches [accumulate, B, T] of the objective's gradient and of what it says to
+    add; and what it keeps of each."""
+    grad_fn = jax.grad(partial(objective, config=config), has_aux=True)
+    rows = {k: v[0] for k, v in batch.items()}
+    if config.accumulate == 1:
+        grads, (sums, kept) = grad_fn(model, rows)
+        return grads, sums, jax.tree.map(lambda x: x[None], kept)
+
+    def micro(carry, rows):
+        grads, (sums, kept) = grad_fn(model, rows)
+        return jax.tree.map(jnp.add, carry, (grads, sums)), kept
+
+    _, (shapes, _) = jax.eval_shape(partial(objective, config=config), model, rows)
+    empty = jax.tree.map(
+        lambda x: jax.reshard(jnp.zeros(x.shape, x.dtype), x.sharding.spec), shapes
+    )
+    first = jax.tree.map(jnp.zeros_like, model)
+    (grads, sums), kept = jax.lax.scan(micro, (first, empty), batch)
+    return grads, sums, kept
 
 
 def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning_rate):
     """One optimizer step on {"tokens": [accumulate, B, T], ...} -> the next state and metrics.
 
     The loss is the mean over all real targets of the step, however they are packed or split into
-    micro-batches. A step whose loss or gradient is not finite changes nothing but its counters.
+    micro-batches. The router biases, which have no gradient, become those that would have balanced
+    this step. A step whose loss or gradient is not finite changes nothing but its counters.
     """
-
-    def objective(model, rows):
-        sums = loss_sums(model, config, rows)
-        return sums.nats + config.z_loss * sums.z, sums
-
-    grad_fn = jax.grad(objective, has_aux=True)
-
-    def micro(carry, rows):
-        grads, sums = grad_fn(state.model, rows)
-        return jax.tree.map(jnp.add, carry, (grads, sums)), None
-
-    if config.accumulate == 1:
-        grads, sums = grad_fn(state.model, {k: v[0] for k, v in batch.items()})
-    else:
-        first = jax.tree.map(jnp.zeros_like, state.model)
-        empty = LossSums(jnp.zeros((), F32), jnp.zeros((), F32), jnp.zeros((), jnp.int32))
-        (grads, sums), _ = jax.lax.scan(micro, (first, empty), batch)
+    grads, (sums, routed), required = gradients(state.model, batch, config)
     count = jnp.maximum(sums.count, 1).astype(F32)
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
     loss, grad_norm = sums.nats / count, optax.tree.norm(grads)
@@ -84,6 +110,9 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
     is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     updates, opt = tx.update(grads, state.opt, state.model)
     model = optax.apply_updates(state.model, updates)
+    if routed is not None:
+        biases_ZE = next_biases(config.model.moe, router_biases(state.model), routed[1], required)
+        model = model if biases_ZE is None else with_router_biases(model, biases_ZE)
     model, opt = jax.tree.map(
         lambda new, old: jnp.where(is_good, new, old), (model, opt), (state.model, state.opt)
     )
@@ -100,4 +129,10 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
         "skipped": after.skipped,
         "bad_in_row": after.bad_in_row,
     }
+    if routed is not None:
+        metrics |= figures(routed[1], router_biases(model))
+        # In float32: all layers' copies of tokens may leave int32.
+        copies = jnp.sum(batch["segments"] != 0).astype(F32) * config.model.moe.n_active
+        dropped = jnp.sum(routed[0].astype(F32)) / len(routed[0])
+        metrics["dropped"] = dropped / jnp.maximum(copies, 1)
     return after, metrics

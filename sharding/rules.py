@@ -13,10 +13,16 @@ from jax.sharding import PartitionSpec as P
 ROWS = ("data", "fsdp", "expert")
 TOKENS = (*ROWS, "seq")
 TENSOR = ("tensor",)
-# Where a letter of an activation lives; the others are whole. S: the slots of a cache.
-ACTIVATION = {"B": ROWS, "T": ("seq",), **dict.fromkeys("HXFVLS", TENSOR)}
+# Where a letter of an activation lives; the others are whole. S: the slots of a cache. P: what each
+# device has of its own.
+ACTIVATION = {"B": ROWS, "T": ("seq",), "P": TOKENS, **dict.fromkeys("HXFVLS", TENSOR)}
 # Inside the routed experts each device has tokens and experts of its own.
-ROUTED = {"B": (*ROWS, "tensor"), "T": ("seq",), "E": ("expert", "tensor")}
+ROUTED = {
+    "B": (*ROWS, "tensor"),
+    "T": ("seq",),
+    "P": (*TOKENS, "tensor"),
+    "E": ("expert", "tensor"),
+}
 # Weights rest split over these too, each over the first of its STORED_BY letters that it divides.
 STORED_OVER = ("fsdp", "expert", "seq")
 STORED_BY = "DQCRVLFHkv"

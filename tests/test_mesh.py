@@ -129,7 +129,7 @@ def moe_case(choice, **changes):
         x, forced = (jax.reshard(x, act_spec("BT.")) for x in (x_BTD, jnp.asarray(forced_BTA)))
         rows = Rows(jax.reshard(jnp.asarray(segments_BT), act_spec("BT")))
         y_BTD, routing = layer(x, rows, forced)
-        return jnp.sum(y_BTD * jnp.cos(jnp.arange(width))), (y_BTD, routing.n_dropped)
+        return jnp.sum(y_BTD * jnp.cos(jnp.arange(width))), (y_BTD, jnp.sum(routing.n_dropped_P))
 
     grads, (y, n_dropped) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(layer, x_BTD)
     return jax.device_get((y, grads[1], named_leaves(grads[0]), n_dropped))

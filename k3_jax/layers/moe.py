@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from k3_jax.axes import einsum, is_held, normal, ones, read, weight, zeros
+from k3_jax.balancing import Tally, tally
 from k3_jax.config import ModelConfig, MoeConfig
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
@@ -20,7 +21,7 @@ from pallas_kernels.experts import (
 )
 from pallas_kernels.situ import situ_glu
 from pallas_kernels.top_k import top_k
-from sharding import ROUTED, TOKENS, act_spec, on_shards, present
+from sharding import ROUTED, act_spec, on_shards, present
 from sharding.balance import plan, prefetch
 from sharding.exchange import exchange, gather_counts, routes
 
@@ -32,13 +33,17 @@ CAME_BACK = "rows back from experts"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Routing:
-    """The experts chosen for each token, and how many copies of tokens a full device turned away.
+    """The experts chosen for each token, and what each device has to tell of its own part.
 
-    Without `moe.capacity` that is 0.
+    `n_dropped_P`: how many copies of tokens a full device turned away, by where they came from; 0
+    without `moe.capacity`. `tally` and, with balance "exact", `required_BTE` (see `balancing`):
+    None where nothing is counted.
     """
 
     experts_BTA: jax.Array
-    n_dropped: jax.Array
+    n_dropped_P: jax.Array
+    tally: Tally | None
+    required_BTE: jax.Array | None
 
 
 class Packed(nnx.Module):
@@ -95,14 +100,15 @@ class Moe(nnx.Module):
     def __call__(self, x_BTD, rows: Rows, forced_BTA=None):
         """x_BTD -> y_BTD and its Routing; `forced_BTA` replaces the choice."""
         scores_BTE = jax.nn.sigmoid(einsum("BTD,DE->BTE", x_BTD.astype(F32), self.router_DE))
+        counts = None, None
         if forced_BTA is None:
-            choose = on_shards(self._choose, "BTE,E -> BTA")
-            forced_BTA = choose(jax.lax.stop_gradient(scores_BTE), read(self.router_bias_E))
+            biased = jax.lax.stop_gradient((scores_BTE, read(self.router_bias_E)))
+            forced_BTA, counts = self._choose(*biased, rows.counted_BT)
         latent_BTL = einsum("BTD,DL->BTL", x_BTD, self.down_DL)
         tokens = latent_BTL, scores_BTE, forced_BTA, rows.segments_BT
-        weights, signature = self._weights(x_BTD.dtype)
-        mixed_BTL, n_dropped = on_shards(
-            self._experts, f"BTL,BT.,BTA,BT{signature} -> BTL,", ROUTED
+        weights, letters = self._weights(x_BTD.dtype)
+        mixed_BTL, n_dropped_P = on_shards(
+            self._experts, f"BTL,BT.,BTA,BT{letters} -> BTL,P", ROUTED
         )(*(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights)
         if present(ROUTED["E"]):
             # Kept for the backward pass, which fetches no row of it from other devices again.
@@ -110,7 +116,7 @@ class Moe(nnx.Module):
         mixed_BTL = jax.reshard(mixed_BTL, act_spec("BT."))
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)
         y_BTD = einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD)
-        return y_BTD, Routing(forced_BTA, n_dropped)
+        return y_BTD, Routing(forced_BTA, n_dropped_P, *counts)
 
     def _weights(self, dtype):
         """The experts' matrices for `_glu`, and their part of a signature for `on_shards`."""
@@ -120,10 +126,21 @@ class Moe(nnx.Module):
         found = [m.stacks() for m in matrices]
         return [found[0][1], *sum((arrays for arrays, _ in found), [])], "," + 6 * ",*ZELF"
 
-    def _choose(self, scores_BTE, bias_E):
-        B, T, E = scores_BTE.shape
-        chosen_nA = top_k(scores_BTE.reshape(B * T, E), self.config.moe.n_active, bias_E=bias_E)
-        return chosen_nA.reshape(B, T, -1)
+    def _choose(self, scores_BTE, bias_E, counted_BT):
+        """Each token's experts, and what `balancing.tally` counts of them where it is asked to."""
+        m = self.config.moe
+        # The cutoff for balancing is the first one not chosen.
+        n = m.n_active + (counted_BT is not None and m.balance != "none")
+
+        def local(scores_BTE, bias_E):
+            B, T, E = scores_BTE.shape
+            return top_k(scores_BTE.reshape(B * T, E), n, bias_E=bias_E).reshape(B, T, n)
+
+        chosen_BTA = on_shards(local, "BTE,E -> BTA")(scores_BTE, bias_E)
+        if counted_BT is None:
+            return chosen_BTA, (None, None)
+        counts = tally(m, scores_BTE, bias_E, chosen_BTA, counted_BT)
+        return chosen_BTA[..., : m.n_active], counts
 
     def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, *weights):
         """The weighted sum of each token's experts, for one device's rows; and what was dropped."""
@@ -141,7 +158,7 @@ class Moe(nnx.Module):
         x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_NA)
         share_n = permute(weights_BTA.reshape(-1), order_n, place_n)
         y_nL, n_dropped = self._at_home(x_nL, share_n, sizes_E, weights)
-        return collect(y_nL, order_n, place_NA).reshape(latent_BTL.shape), n_dropped
+        return collect(y_nL, order_n, place_NA).reshape(latent_BTL.shape), n_dropped[None]
 
     def _at_home(self, x_nL, share_n, sizes_E, weights):
         """Rows sorted by expert, each through its expert on the device where that lives.
@@ -164,7 +181,7 @@ class Moe(nnx.Module):
         x_mL, share_m = (exchange(x, there, bound, axes) for x in (x_nL, share_n))
         y_mL = self._apply(x_mL, share_m, sizes_P, *weights)
         y_nL = exchange(y_mL, there.back(), n, axes)
-        return y_nL, jax.lax.psum(n_dropped, present((*TOKENS, "tensor")))
+        return y_nL, n_dropped
 
     def _apply(self, x_nL, share_n, sizes_E, *weights):
         y_nL = self._glu(x_nL, sizes_E, *weights)

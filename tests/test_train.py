@@ -163,9 +163,11 @@ def straight(documents, tmp_path_factory):
 def test_a_run_tells_what_it_is_documented_to_tell(straight):
     """Keys of metrics.jsonl; a loss that falls; TensorBoard's file."""
     told = [x for x in lines(straight) if "loss" in x]
-    keys = "step loss z grad_norm learning_rate tokens skipped bad_in_row tokens_per_second"
+    keys = "step loss z grad_norm learning_rate tokens skipped bad_in_row tokens_per_second "
+    keys += "tflops_per_device dropped load_mean load_max load_min bias_range "
     for x in told:
-        assert x.keys() == {*keys.split(), "tflops_per_device"}
+        assert x.keys() == {*keys.split(), *(f"{k}_layers" for k in keys.split()[-3:])}
+        assert x["load_max_layers"] == [x["load_max"]] and x["bias_range"] > 0 == x["dropped"]
         assert x["tokens_per_second"] > 0 and 0 < x["tokens"] <= 4 * 63
     # Before the first update every one of 320 ids is about as likely: ln 320 = 5.77.
     assert abs(told[0]["loss"] - np.log(320)) < 0.1 and told[-1]["loss"] < told[0]["loss"] - 0.5

@@ -59,6 +59,7 @@ def get_config() -> ConfigDict:
         prefetch=8,
     )
     config.optim = dict(
+        name="muon_per_head",
         learning_rate=1e-3,
         final_ratio=0.1,
         warmup_steps=50,
@@ -67,6 +68,10 @@ def get_config() -> ConfigDict:
         eps=1e-8,
         weight_decay=0.1,
         clip_norm=1.0,
+        momentum=0.95,
+        momentum_dtype="float32",
+        ns_dtype="bfloat16",
+        update_rms=0.2,
     )
     config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, slices=1)
     config.steps = 320

@@ -160,8 +160,15 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay, gradients clipped by their global norm."""
+    """Linear warm-up and cosine decay, gradients clipped by their global norm.
 
+    `name`: "muon_per_head" (attention's queries, keys and values head by head, other matrices
+    whole), "muon" (all matrices whole) or "adamw". Both Muons leave what is no matrix of a layer
+    to AdamW. `momentum` is theirs, stored in `momentum_dtype`; `ns_dtype` is what Newton-Schulz
+    multiplies in; `update_rms` is the root mean square of their updates before the learning rate.
+    """
+
+    name: str = "muon_per_head"
     learning_rate: float = 3e-4
     final_ratio: float = 0.1
     warmup_steps: int = 100
@@ -170,6 +177,13 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    momentum: float = 0.95
+    momentum_dtype: str = "float32"
+    ns_dtype: str = "bfloat16"
+    update_rms: float = 0.2
+
+    def __post_init__(self):
+        check_optim(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +274,17 @@ def check_model(c: ModelConfig) -> None:
     check_choice("model.dtype", c.dtype, ("bfloat16", "float32"))
     check_choice("model.param_dtype", c.param_dtype, ("bfloat16", "float32"))
     check_choice("model.remat", c.remat, ("none", "layer", "group", "dots"))
+
+
+def check_optim(c: OptimConfig) -> None:
+    """Refuse, with the numbers, an optimizer that there is not."""
+    check_choice("optim.name", c.name, ("muon_per_head", "muon", "adamw"))
+    check_choice("optim.momentum_dtype", c.momentum_dtype, ("bfloat16", "float32"))
+    check_choice("optim.ns_dtype", c.ns_dtype, ("bfloat16", "float32"))
+    if not 0 <= c.momentum < 1:
+        raise ValueError(f"optim.momentum={c.momentum} is not in [0, 1)")
+    if not c.update_rms > 0:
+        raise ValueError(f"optim.update_rms={c.update_rms} must be above 0")
 
 
 def check_train(c: TrainConfig) -> None:

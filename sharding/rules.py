@@ -65,8 +65,8 @@ def gathered(w: jax.Array) -> jax.Array:
 
     Its gradient is reduced back to where the weight rests.
     """
-    named = map(_named, jax.typeof(w).sharding.spec)
-    return jax.reshard(w, _spec(TENSOR if axes[:1] == TENSOR else () for axes in named))
+    axes = map(named, jax.typeof(w).sharding.spec)
+    return jax.reshard(w, _spec(TENSOR if a[:1] == TENSOR else () for a in axes))
 
 
 def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION):
@@ -83,7 +83,7 @@ def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION
 
     def enter(letters, x, spec):
         if letters[:1] == "*":
-            for dim, axes in enumerate(map(_named, spec)):
+            for dim, axes in enumerate(map(named, spec)):
                 more = tuple(a for a in axes if a not in table.get(letters[dim + 1], ()))
                 x = jax.lax.all_gather(x, more, axis=dim, tiled=True) if more else x
         has_gradient = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -110,7 +110,8 @@ def vary(x: jax.Array, axes) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _named(entry) -> tuple[str, ...]:
+def named(entry) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 

@@ -330,6 +330,8 @@ REFUSALS = {
     "an MLA layer too many": (dict(model__mla_layers=(1, 4)), ["(1, 4)", "0..1"]),
     "more active experts": (dict(model__moe__n_active=9), ["n_active=9", "n_experts=8"]),
     "a steep gate": (dict(model__kda__gate_lower_bound=-6.0), ["-6.0", "[-5, 0)"]),
+    "an unknown optimizer": (dict(optim__name="moun"), ["'moun'", "muon_per_head", '"muon"']),
+    "a momentum of 1": (dict(optim__momentum=1.0), ["optim.momentum=1.0", "[0, 1)"]),
     "an unknown remat": (dict(model__remat="grop"), ["'grop'", "layer, group", '"group"']),
     "an unknown dtype": (dict(model__dtype="float16"), ["'float16'", "bfloat16, float32"]),
     "a small vocabulary": (dict(model__vocab_size=256), ["257", "vocab_size=256", "'bytes'"]),

@@ -3,6 +3,7 @@
 import optax
 
 from k3_jax.config import OptimConfig
+from k3_jax.optim.muon import orthogonalize, rule
 from k3_jax.tree import named_leaves, with_leaves
 
 
@@ -24,12 +25,27 @@ def decays(name: str) -> bool:
 
 
 def make_optimizer(c: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped to a global norm of `clip_norm`."""
+    """`c.name` on gradients clipped to a global norm of `clip_norm`.
+
+    With Muon, matrices get its update and AdamW's weight decay, the other parameters AdamW; both
+    at the same learning rate. The table of them: python -m k3_jax.optim CONFIG_FILE.
+    """
 
     def mask(params):
         return with_leaves(params, {name: decays(name) for name in named_leaves(params)})
 
-    return optax.chain(
-        optax.clip_by_global_norm(c.clip_norm),
-        optax.adamw(schedule(c, steps), c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=mask),
+    def labels(params):
+        names = named_leaves(params)
+        return with_leaves(params, {name: rule(name, c.name).optimizer for name in names})
+
+    clip, rate = optax.clip_by_global_norm(c.clip_norm), schedule(c, steps)
+    adamw = optax.adamw(rate, c.b1, c.b2, c.eps, weight_decay=c.weight_decay, mask=mask)
+    if c.name == "adamw":
+        return optax.chain(clip, adamw)
+    muon = optax.chain(
+        optax.trace(c.momentum, nesterov=True, accumulator_dtype=c.momentum_dtype),
+        orthogonalize(c),
+        optax.add_decayed_weights(c.weight_decay),
+        optax.scale_by_learning_rate(rate),
     )
+    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, labels))

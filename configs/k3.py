@@ -74,6 +74,7 @@ def get_config() -> ConfigDict:
         momentum_dtype="float32",
         ns_dtype="bfloat16",
         update_rms=0.2,
+        qk_clip=100.0,
     )
     config.mesh = dict(data=1, fsdp=-1, expert=64, seq=1, tensor=1, slices=1)
     config.steps = 100_000

@@ -166,6 +166,7 @@ class OptimConfig:
     whole), "muon" (all matrices whole) or "adamw". Both Muons leave what is no matrix of a layer
     to AdamW. `momentum` is theirs, stored in `momentum_dtype`; `ns_dtype` is what Newton-Schulz
     multiplies in; `update_rms` is the root mean square of their updates before the learning rate.
+    `qk_clip`: the largest attention logit of an MLA head, whatever the optimizer; 0 is no bound.
     """
 
     name: str = "muon_per_head"
@@ -181,6 +182,7 @@ class OptimConfig:
     momentum_dtype: str = "float32"
     ns_dtype: str = "bfloat16"
     update_rms: float = 0.2
+    qk_clip: float = 100.0
 
     def __post_init__(self):
         check_optim(self)
@@ -283,6 +285,8 @@ def check_optim(c: OptimConfig) -> None:
     check_choice("optim.ns_dtype", c.ns_dtype, ("bfloat16", "float32"))
     if not 0 <= c.momentum < 1:
         raise ValueError(f"optim.momentum={c.momentum} is not in [0, 1)")
+    if not c.qk_clip >= 0:
+        raise ValueError(f"optim.qk_clip={c.qk_clip} must be above 0, or 0 for no clip")
     if not c.update_rms > 0:
         raise ValueError(f"optim.update_rms={c.update_rms} must be above 0")
 

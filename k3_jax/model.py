@@ -80,13 +80,16 @@ class Output:
 
     `hidden_BTD`: after the final norm. `cache`: None when none was given. `routing`: of each
     of the Z MoE layers, stacked. `stream_YBTD`: with `keep_stream`, the running sum
-    after each of the Y layers.
+    after each of the Y layers. `largest`: with `keep_largest` and no cache, the largest logit of
+    each head of the MLA layers; largest[block][part][run] has the leading axes of that run's
+    parameters.
     """
 
     hidden_BTD: jax.Array
     cache: K3Cache | None
     routing: Routing | None
     stream_YBTD: jax.Array | None
+    largest: tuple | None
 
 
 class Layer(nnx.Module):
@@ -104,13 +107,14 @@ class Layer(nnx.Module):
     def __call__(self, sum_BTD, is_first, bank: Bank, rows: Rows, cache, forced_BTA):
         """The block's running sum after this layer; `is_first` in the block, it starts anew."""
         x_BTD = self.attn_res(sum_BTD, bank, has_sum=~is_first)
-        y_BTD, cache = self.attn(rms_norm(x_BTD, read(self.attn_norm_D), self.eps), rows, cache)
+        y_BTD, kept = self.attn(rms_norm(x_BTD, read(self.attn_norm_D), self.eps), rows, cache)
+        cache, largest_H = (None, kept) if cache is None else (kept, None)
         sum_BTD = jnp.where(is_first, jnp.zeros((), y_BTD.dtype), sum_BTD) + y_BTD
         x_BTD = self.ffn_res(sum_BTD, bank, has_sum=True)
         y_BTD, routing = self.ffn(
             rms_norm(x_BTD, read(self.ffn_norm_D), self.eps), rows, forced_BTA
         )
-        return sum_BTD + y_BTD, cache, routing
+        return sum_BTD + y_BTD, cache, (routing, largest_H)
 
 
 class Group(nnx.Module):
@@ -129,7 +133,7 @@ class Group(nnx.Module):
         return sum(n for n, is_moe in zip(self.lengths, self.is_moe, strict=True) if is_moe)
 
     def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, keep_stream):
-        """The sum after the group, its caches, and per run (routing, sums).
+        """The sum after the group, its caches, and per run (routing, largest logits, sums).
 
         is_first: the group is its block's first.
         """
@@ -138,8 +142,8 @@ class Group(nnx.Module):
             layer, is_first, forced_BTA = xs
             layer = taken(layer)
             run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
-            sum_BTD, cache, routing = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
-            return sum_BTD, cache, (routing, sum_BTD if keep_stream else None)
+            sum_BTD, cache, told = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
+            return sum_BTD, cache, (*told, sum_BTD if keep_stream else None)
 
         after, found, z = [], [], 0
         for r, (layers, n) in enumerate(zip(self.runs, self.lengths, strict=True)):
@@ -167,7 +171,7 @@ class Blocks(nnx.Module):
 
     def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
         """The sum of the last block, the bank with what came before it, and the caches; then the
-        routing of the MoE layers and the sums, in the layers' order."""
+        routing of the MoE layers and the sums, in the layers' order, and largest logits by runs."""
         n, given = self.n_blocks, (list(self.parts), forced_ZBTA)
 
         def step(carry, xs, caches):
@@ -196,7 +200,7 @@ class Blocks(nnx.Module):
             run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
             return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA)
 
-        after, routing, stream, z = [], [], [], 0
+        after, routing, stream, largest, z = [], [], [], [], 0
         for p, (groups, n) in enumerate(zip(parts, self.lengths, strict=True)):
             forced = None
             if forced_ZBTA is not None:
@@ -207,9 +211,10 @@ class Blocks(nnx.Module):
             sum_BTD, cache, out = repeat(step, sum_BTD, (groups, firsts, forced), cache, n)
             after.append(cache)
             routing += in_order(out[0])
-            stream += in_order(out[1])
+            largest.append(out[1])
+            stream += in_order(out[2])
         after = None if caches is None else tuple(after)
-        return sum_BTD, after, (_concatenate(routing), _concatenate(stream))
+        return sum_BTD, after, (_concatenate(routing), _concatenate(stream), tuple(largest))
 
 
 def _split(n: int, x):
@@ -264,6 +269,7 @@ class K3(nnx.Module):
         forced_ZBTA=None,
         keep_stream=False,
         counted_BT=None,
+        keep_largest=False,
     ) -> Output:
         """Rows of embeddings -> hidden rows.
 
@@ -276,7 +282,7 @@ class K3(nnx.Module):
         segments_BT = jax.reshard(segments_BT, act_spec("BT"))
         if counted_BT is not None:
             counted_BT = jax.reshard(counted_BT, act_spec("BT"))
-        rows = Rows(segments_BT, counted_BT=counted_BT)
+        rows = Rows(segments_BT, counted_BT=counted_BT, keep_largest=keep_largest)
         if cache is not None:
             if present(("seq",)):
                 raise ValueError(
@@ -286,7 +292,7 @@ class K3(nnx.Module):
             slots_BT = cache.length_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1), counted_BT)
         bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
-        after, routing, stream, z = [], [], [], 0
+        after, routing, stream, largest, z = [], [], [], [], 0
         for i, blocks in enumerate(self.blocks if cache is None else held(self.blocks)):
             caches = None if cache is None else hold(cache.blocks[i])
             forced = None
@@ -294,14 +300,16 @@ class K3(nnx.Module):
                 forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
             sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
             after.append(stacks(caches))
-            for kept, found in zip((routing, stream), out, strict=True):
+            for kept, found in zip((routing, stream), out[:2], strict=True):
                 kept += [] if found is None else [found]
+            largest.append(out[2])
         mixed_BTD = self.out_res(sum_BTD, bank, has_sum=True)
         hidden_BTD = rms_norm(mixed_BTD, read(self.out_norm_D), self.config.norm_eps)
         if cache is not None:
             blocks = jax.tree.map(lambda x, old: x.reshape(old.shape), tuple(after), cache.blocks)
             cache = K3Cache(blocks, cache.length_B + jnp.sum(real_BT, axis=1))
-        return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(stream))
+        largest = tuple(largest) if keep_largest else None
+        return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(stream), largest)
 
 
 def _look_up(ids_BT, table_VD):

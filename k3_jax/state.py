@@ -41,12 +41,13 @@ class Rows:
 
     `segments_BT`: 0 for pads, else the token's document. `slots_BT`: where in the cache the token
     goes, -1 for pads; None without a cache. `counted_BT`: whether the token counts for balancing
-    the experts; None where nothing is counted.
+    the experts; None where nothing is. `keep_largest`: MLA layers tell their largest logits.
     """
 
     segments_BT: jax.Array
     slots_BT: jax.Array | None = None
     counted_BT: jax.Array | None = None
+    keep_largest: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass

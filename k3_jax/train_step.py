@@ -14,6 +14,7 @@ from k3_jax.balancing import figures, next_biases
 from k3_jax.config import TrainConfig
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.model import K3, router_biases, with_router_biases
+from k3_jax.optim.qk_clip import clip_logits, largest_of_all
 
 F32 = jnp.float32
 
@@ -47,18 +48,19 @@ def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainSt
     return TrainState(model, opt, *counters)
 
 
-def loss_sums(model: K3, config: TrainConfig, batch: dict, counted_BT=None):
-    """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's routing."""
+def loss_sums(model: K3, config: TrainConfig, batch: dict, **keep):
+    """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's Output, with
+    what `keep` asks of it."""
     tokens_BT, segments_BT = batch["tokens"], batch["segments"]
-    out = model(model.embed(tokens_BT), segments_BT, counted_BT=counted_BT)
+    out = model(model.embed(tokens_BT), segments_BT, **keep)
     targets_BT, counts_BT = next_tokens(tokens_BT, segments_BT, batch.get("mask"))
     head_DV, chunk = read(model.head_DV), config.loss_chunk
-    return cross_entropy(out.hidden_BTD, head_DV, targets_BT, counts_BT, chunk=chunk), out.routing
+    return cross_entropy(out.hidden_BTD, head_DV, targets_BT, counts_BT, chunk=chunk), out
 
 
 def objective(model: K3, batch: dict, config: TrainConfig):
     """What is minimised, summed over targets; with it sums to be added over micro-batches (of the
-    loss, and of routing) and what is kept of each.
+    loss, and of routing) and what is kept of each (for balancing, and the largest logits).
 
     Pads and, where rows have a mask, tokens that are not to be learned do not count for balancing
     the experts (T22; what the report does with masked tokens it does not say).
@@ -66,11 +68,18 @@ def objective(model: K3, batch: dict, config: TrainConfig):
     counted_BT = batch["segments"] != 0
     if "mask" in batch:
         counted_BT &= batch["mask"] != 0
-    sums, routing = loss_sums(model, config, batch, counted_BT)
-    routed, kept = None, None
-    if routing is not None:
-        routed, kept = (routing.n_dropped_P, routing.tally), routing.required_BTE
-    return sums.nats + config.z_loss * sums.z, ((sums, routed), kept)
+    keep = dict(counted_BT=counted_BT, keep_largest=clips(config))
+    sums, out = loss_sums(model, config, batch, **keep)
+    routed, required = None, None
+    if (routing := out.routing) is not None:
+        routed, required = (routing.n_dropped_P, routing.tally), routing.required_BTE
+    value = sums.nats + config.z_loss * sums.z
+    return value, ((sums, routed), (required, out.largest))
+
+
+def clips(config: TrainConfig) -> bool:
+    """Whether there are attention logits to be bounded."""
+    return config.optim.qk_clip > 0 and bool(config.model.mla_layers)
 
 
 def gradients(model: K3, batch: dict, config: TrainConfig):
@@ -102,7 +111,8 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
     micro-batches. The router biases, which have no gradient, become those that would have balanced
     this step. A step whose loss or gradient is not finite changes nothing but its counters.
     """
-    grads, (sums, routed), required = gradients(state.model, batch, config)
+    grads, (sums, routed), (required, largest) = gradients(state.model, batch, config)
+    largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
     count = jnp.maximum(sums.count, 1).astype(F32)
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
     loss, grad_norm = sums.nats / count, optax.tree.norm(grads)
@@ -113,6 +123,8 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
     if routed is not None:
         biases_ZE = next_biases(config.model.moe, router_biases(state.model), routed[1], required)
         model = model if biases_ZE is None else with_router_biases(model, biases_ZE)
+    if clips(config):
+        model = clip_logits(model, largest, config.optim.qk_clip)
     model, opt = jax.tree.map(
         lambda new, old: jnp.where(is_good, new, old), (model, opt), (state.model, state.opt)
     )
@@ -135,4 +147,6 @@ def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning
         copies = jnp.sum(batch["segments"] != 0).astype(F32) * config.model.moe.n_active
         dropped = jnp.sum(routed[0].astype(F32)) / len(routed[0])
         metrics["dropped"] = dropped / jnp.maximum(copies, 1)
+    if clips(config):
+        metrics["largest_logit"] = largest_of_all(largest)
     return after, metrics

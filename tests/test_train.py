@@ -164,7 +164,7 @@ def test_a_run_tells_what_it_is_documented_to_tell(straight):
     """Keys of metrics.jsonl; a loss that falls; TensorBoard's file."""
     told = [x for x in lines(straight) if "loss" in x]
     keys = "step loss z grad_norm learning_rate tokens skipped bad_in_row tokens_per_second "
-    keys += "tflops_per_device dropped load_mean load_max load_min bias_range "
+    keys += "tflops_per_device dropped largest_logit load_mean load_max load_min bias_range "
     for x in told:
         assert x.keys() == {*keys.split(), *(f"{k}_layers" for k in keys.split()[-3:])}
         assert x["load_max_layers"] == [x["load_max"]] and x["bias_range"] > 0 == x["dropped"]

@@ -35,7 +35,9 @@ def get_config() -> ConfigDict:
         holdout=0.2,
         prefetch=2,
     )
-    config.optim = dict(name="muon_per_head", learning_rate=4e-3, final_ratio=0.1, warmup_steps=2)
+    config.optim = dict(
+        name="muon_per_head", learning_rate=4e-3, final_ratio=0.1, warmup_steps=2, qk_clip=100.0
+    )
     config.mesh = dict(data=1, fsdp=1, expert=1)
     config.steps = 12
     config.accumulate = 1

@@ -17,7 +17,7 @@ from pallas_kernels.mla import (
     self_attention_sharded,
     write_slots,
 )
-from sharding import ACTIVATION, on_shards, present
+from sharding import ACTIVATION, TOKENS, on_shards, present
 
 
 class Mla(nnx.Module):
@@ -44,7 +44,10 @@ class Mla(nnx.Module):
         self.kv_norm_C = weight(rngs, "C", dims, c.param_dtype, ones)
 
     def __call__(self, x_BTD, rows: Rows, cache: MlaCache | None):
-        """x_BTD -> y_BTD and the cache with the rows' tokens in it; the cache's array is Held."""
+        """x_BTD -> y_BTD and the cache with the rows' tokens in it; the cache's array is Held.
+
+        Without a cache, with rows.keep_largest, in its place each head's largest logit of the call.
+        """
         eps, C = self.config.mla.latent_norm_eps, self.config.mla.kv_latent
         q_BTQ = rms_norm(einsum("BTD,DQ->BTQ", x_BTD, self.q_a_DQ), read(self.q_norm_Q), eps)
         q_BTHq = einsum("BTQ,QHq->BTHq", q_BTQ, self.q_b_QHq)
@@ -52,7 +55,8 @@ class Mla(nnx.Module):
         c_BTC = rms_norm(kv_BTM[..., :C], read(self.kv_norm_C), eps)
         latent_BTM = jnp.concatenate([c_BTC, kv_BTM[..., C:]], axis=-1)
         if cache is None:
-            o_BTHv = self._within_rows(q_BTHq, latent_BTM, rows)
+            o_BTHv, *cache = self._within_rows(q_BTHq, latent_BTM, rows)
+            cache = cache[0] if cache else None
         else:
             write, held = on_shards(_write, "ZBMS,,BTM,BT -> ZBMS"), cache.latent_BMS
             held = Held(write(held.stack, held.index, latent_BTM, rows.slots_BT), held.index)
@@ -67,18 +71,26 @@ class Mla(nnx.Module):
         return (self.config.mla.key_dim + self.config.mla.shared_key_dim) ** -0.5
 
     def _within_rows(self, q_BTHq, latent_BTM, rows):
-        """Attention among a call's own tokens, each document by itself."""
+        """Attention among a call's own tokens, each document by itself: (o_BTHv,), or with
+        rows.keep_largest (o_BTHv, largest_H)."""
+        keep, options = rows.keep_largest, dict(scale=self.scale, keep_largest=rows.keep_largest)
 
         def attend(q, latent, segments, *key_value_b):
             if present(("seq",)):
-                return self_attention_sharded(
-                    q, latent, *key_value_b, segments, scale=self.scale, axis="seq"
+                found = self_attention_sharded(
+                    q, latent, *key_value_b, segments, axis="seq", **options
                 )
-            return self_attention(q, *expand(latent, *key_value_b), segments, scale=self.scale)
+            else:
+                found = self_attention(q, *expand(latent, *key_value_b), segments, **options)
+            if not keep:
+                return found
+            o, largest = found
+            return o, jax.lax.pmax(largest, present(TOKENS)) if present(TOKENS) else largest
 
-        return on_shards(attend, "BTHq,BTM,BT,CHk,CHv -> BTHv")(
+        found = on_shards(attend, "BTHq,BTM,BT,CHk,CHv -> BTHv" + ",H" * keep)(
             q_BTHq, latent_BTM, rows.segments_BT, *self._key_value_b(q_BTHq.dtype)
         )
+        return found if keep else (found,)
 
     def _expanded(self, q_BTHq, held, rows):
         """A piece of a prompt against the whole cache, keys and values widened from the latent."""

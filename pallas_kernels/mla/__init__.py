@@ -26,13 +26,27 @@ __all__ = [
 ]
 
 
-def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", out_dtype=None):
+def self_attention(
+    q_BTHq,
+    k_BTHq,
+    v_BTHv,
+    segments_BT,
+    *,
+    scale,
+    impl="auto",
+    out_dtype=None,
+    keep_largest=False,
+):
     """o_t = sum over s <= t of the same non-zero segment of softmax(scale q_t.k_s) v_s.
 
     segments_BT is int32; 0 marks a pad. A pad's output and every gradient with respect to it are
     exactly 0, and what a pad holds (NaN too) reaches nothing. Scores are never held as [T, T].
     impl: "auto" is "splash" on TPU and "blocks" elsewhere; "reference" is the definition.
     out_dtype: q's dtype if None; float32 costs nothing in "blocks" and is refused by "splash".
+    keep_largest: the result is (o, largest_H), with each head's largest scale q_t.k_s of a visible
+    pair in float32, without a gradient; the least float32 where there is none. "blocks" has it by
+    the way. The shipped splash kernels tell the log of the exponentials' sum, which is no maximum:
+    there it is a second pass over q.k in blocks.
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
     _check_heads("self_attention", q_BTHq, k_BTHq, v_BTHv)
@@ -53,15 +67,21 @@ def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, impl="auto", o
             f"not out_dtype={out_dtype}; use impl='blocks' or cast q"
         )
     if impl == "reference":
-        return reference.self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, scale=scale).astype(
-            out_dtype
-        )
+        args = (q_BTHq, k_BTHq, v_BTHv, segments_BT)
+        o_BTHv = reference.self_attention(*args, scale=scale).astype(out_dtype)
+        if not keep_largest:
+            return o_BTHv
+        return o_BTHv, reference.largest(q_BTHq, k_BTHq, segments_BT, scale=scale)
     real_BT11 = (segments_BT != 0)[..., None, None]
     q, k, v = (jnp.where(real_BT11, x, 0) for x in (q_BTHq, k_BTHq, v_BTHv))
     if impl == "splash":
         o_BTHv = splash.attend_causal(q, k, v, segments_BT, scale=scale)
-        return jnp.where(real_BT11, o_BTHv, 0)
-    return blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
+        o_BTHv = jnp.where(real_BT11, o_BTHv, 0)
+        if not keep_largest:
+            return o_BTHv
+        return o_BTHv, blocks.largest_causal(q, k, segments_BT, scale=scale)
+    o_BTHv, largest_H = blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
+    return (o_BTHv, largest_H) if keep_largest else o_BTHv
 
 
 def cached_attention(q_BTHq, latent_BMS, k_CHk, v_CHv, q_index_BT, *, scale, impl="auto"):

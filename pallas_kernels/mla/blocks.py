@@ -18,52 +18,72 @@ PREFIXES = 4  # unrolled pieces of a causal row, each with its own key prefix
 
 
 def attend(q_BTHq, k, v, last_BT, q_segments_BT, k_segments_BS, *, scale, out_dtype):
-    """o_t = sum over visible s of softmax(scale q_t.k_s) v_s, softmax in float32.
+    """o_t = sum over visible s of softmax(scale q_t.k_s) v_s, softmax in float32; and largest_H.
 
     k is [B,S,H,q] and v [B,S,H,v], or both lack H and all heads share them. Key s is visible to
     query t iff s <= last_t and both segments agree. last_t < 0 sees nothing and returns 0.
+    largest_H is each head's largest scale q_t.k_s of a visible pair, without a gradient: the
+    softmax needs the largest of every query anyway. Where no pair is visible, the least float32.
     """
     B, T, H, _ = q_BTHq.shape
     block = query_block(B, T, H, k.shape[1])
     one = partial(_attend_block, k, v, k_segments_BS, scale, out_dtype)
     if block == T:
         return jax.checkpoint(one)(q_BTHq, last_BT, q_segments_BT)
-    n = -(-T // block)
-    cut = partial(_cut, n=n, block=block)
-    queries = (cut(q_BTHq, fill=0), cut(last_BT, fill=-1), cut(q_segments_BT, fill=0))
     # Without the checkpoint the backward pass would keep every block's scores: [T, S] again.
     body = jax.checkpoint(lambda xs: one(*xs), prevent_cse=False)
-    o_nBbHv = jax.lax.map(body, queries)
-    return jnp.moveaxis(o_nBbHv, 0, 1).reshape(B, n * block, H, v.shape[-1])[:, :T]
+    o_nBbHv, largest_nH = jax.lax.map(body, _queries(block, q_BTHq, last_BT, q_segments_BT))
+    o_BTHv = jnp.moveaxis(o_nBbHv, 0, 1).reshape(B, -1, H, v.shape[-1])[:, :T]
+    return o_BTHv, jnp.max(largest_nH, axis=0)
+
+
+def largest(q_BTHq, k_BSHq, last_BT, q_segments_BT, k_segments_BS, *, scale):
+    """The largest_H of `attend` alone, for kernels that do not tell it. It has no gradient."""
+    B, T, H, _ = q_BTHq.shape
+    q_BTHq, k_BSHq = jax.lax.stop_gradient((q_BTHq, k_BSHq))
+
+    def one(xs):
+        return _largest(_scores(k_BSHq, k_segments_BS, scale, *xs))
+
+    block = query_block(B, T, H, k_BSHq.shape[1])
+    largest_nH = jax.lax.map(one, _queries(block, q_BTHq, last_BT, q_segments_BT))
+    return jnp.max(largest_nH, axis=0)
 
 
 def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, out_dtype):
-    """`attend` with last_t = t for real rows and -1 for pads (segment 0).
+    """`attend` with last_t = t for real rows and -1 for pads (segment 0)."""
+    outs, largest = [], []
+    for (q, last, segments), end in _pieces(q_BTHq, segments_BT):
+        keys = (x[:, :end] for x in (k_BTHq, v_BTHv))
+        rest = (last, segments, segments_BT[:, :end])
+        o_BtHv, largest_H = attend(q, *keys, *rest, scale=scale, out_dtype=out_dtype)
+        outs.append(o_BtHv)
+        largest.append(largest_H)
+    return jnp.concatenate(outs, axis=1), jnp.max(jnp.stack(largest), axis=0)
 
-    The row is cut into a few pieces; a piece skips the keys that lie after its last query.
-    """
+
+def largest_causal(q_BTHq, k_BTHq, segments_BT, *, scale):
+    """The largest_H of `attend_causal` alone."""
+    return jnp.max(
+        jnp.stack(
+            [
+                largest(q, k_BTHq[:, :end], last, segments, segments_BT[:, :end], scale=scale)
+                for (q, last, segments), end in _pieces(q_BTHq, segments_BT)
+            ]
+        ),
+        axis=0,
+    )
+
+
+def _pieces(q_BTHq, segments_BT):
+    """A causal row in a few pieces, each with the number of keys up to its last query."""
     B, T, H, _ = q_BTHq.shape
     block = query_block(B, T, H, T)
     piece = -(-T // (PREFIXES * block)) * block
     last_BT = jnp.where(segments_BT != 0, jnp.arange(T, dtype=jnp.int32), -1)
-    outs = []
     for start in range(0, T, piece):
         end = min(start + piece, T)
-        rows, prefix = (x[:, start:end] for x in (q_BTHq, last_BT, segments_BT)), slice(0, end)
-        q, last, segments = rows
-        outs.append(
-            attend(
-                q,
-                k_BTHq[:, prefix],
-                v_BTHv[:, prefix],
-                last,
-                segments,
-                segments_BT[:, prefix],
-                scale=scale,
-                out_dtype=out_dtype,
-            )
-        )
-    return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+        yield [x[:, start:end] for x in (q_BTHq, last_BT, segments_BT)], end
 
 
 def query_block(B, T, H, S):
@@ -72,17 +92,35 @@ def query_block(B, T, H, S):
     return min(T, MAX_BLOCK, 2 ** int(math.log2(fits)))
 
 
-def _attend_block(k, v, k_segments_BS, scale, out_dtype, q_BTHq, last_BT, q_segments_BT):
+def _scores(k, k_segments_BS, scale, q_BTHq, last_BT, q_segments_BT):
     head = "H" if k.ndim == 4 else ""
     slots_S = jnp.arange(k.shape[1], dtype=last_BT.dtype)
     visible_BTS = slots_S <= last_BT[..., None]
     visible_BTS &= q_segments_BT[..., None] == k_segments_BS[:, None]
     scores_BHTS = scale * dot32(f"BTHq,BS{head}q->BHTS", q_BTHq, k)
     # A finite stand-in for -inf: a query that sees nothing gets a mean here and 0 below, never NaN.
-    scores_BHTS = jnp.where(visible_BTS[:, None], scores_BHTS, jnp.finfo(jnp.float32).min)
+    return jnp.where(visible_BTS[:, None], scores_BHTS, jnp.finfo(jnp.float32).min)
+
+
+def _largest(scores_BHTS):
+    # Of each query first, as the softmax does, so that the two share one pass over the scores.
+    scores_BHTS = jax.lax.stop_gradient(scores_BHTS)
+    largest_BHT1 = jnp.max(scores_BHTS, axis=-1, keepdims=True, initial=-jnp.inf)
+    return jnp.max(largest_BHT1, axis=(0, 2, 3))
+
+
+def _attend_block(k, v, k_segments_BS, scale, out_dtype, q_BTHq, last_BT, q_segments_BT):
+    head = "H" if k.ndim == 4 else ""
+    scores_BHTS = _scores(k, k_segments_BS, scale, q_BTHq, last_BT, q_segments_BT)
     p_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v.dtype)
     o_BTHv = dot32(f"BHTS,BS{head}v->BTHv", p_BHTS, v)
-    return jnp.where((last_BT >= 0)[..., None, None], o_BTHv, 0.0).astype(out_dtype)
+    o_BTHv = jnp.where((last_BT >= 0)[..., None, None], o_BTHv, 0.0).astype(out_dtype)
+    return o_BTHv, _largest(scores_BHTS)
+
+
+def _queries(block, q_BTHq, last_BT, q_segments_BT):
+    cut = partial(_cut, n=-(-q_BTHq.shape[1] // block), block=block)
+    return cut(q_BTHq, fill=0), cut(last_BT, fill=-1), cut(q_segments_BT, fill=0)
 
 
 def _cut(x_BT, *, n, block, fill):

@@ -12,7 +12,7 @@ def attend_blocks(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale):
     one_segment = jnp.zeros_like(q_index_BT), jnp.zeros(k_BSHq.shape[:2], q_index_BT.dtype)
     return blocks.attend(
         q_BTHq, k_BSHq, v_BSHv, q_index_BT, *one_segment, scale=scale, out_dtype=q_BTHq.dtype
-    )
+    )[0]
 
 
 def attend_splash(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, interpret=False):
@@ -28,6 +28,7 @@ def attend_splash(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, interp
         keys = sequence.expand(latent, k_CHk, v_CHv)
         start = jnp.maximum(index[0, 0], 0)
         ids = (index >= 0).astype(jnp.int32), jnp.ones(latent.shape[:2], jnp.int32)
-        return sequence.attend_from(q, *keys, start, *ids, scale, interpret=interpret)[0]
+        options = dict(interpret=interpret, keep_largest=False)
+        return sequence.attend_from(q, *keys, start, *ids, scale, **options)[0][0]
 
     return jax.lax.map(row, (q_BTHq, latent_BSM, q_index_BT))

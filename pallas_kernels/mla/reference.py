@@ -23,13 +23,26 @@ def _peak(scores_BHTS, visible_B1TS):
 def self_attention(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale):
     """o_t = sum over s <= t of the same non-zero segment of softmax(scale q_t.k_s) v_s."""
     real_BT11 = (segments_BT != 0)[..., None, None]
-    q, k, v = (jnp.where(real_BT11, x.astype(jnp.float32), 0.0) for x in (q_BTHq, k_BTHq, v_BTHv))
+    v_BTHv = jnp.where(real_BT11, v_BTHv.astype(jnp.float32), 0.0)
+    return _attend(*_within(q_BTHq, k_BTHq, segments_BT, scale), v_BTHv).astype(q_BTHq.dtype)
+
+
+def largest(q_BTHq, k_BTHq, segments_BT, *, scale):
+    """Each head's largest scale q_t.k_s over the pairs that `self_attention` sees."""
+    scores_BHTS, visible_BTS = _within(q_BTHq, k_BTHq, segments_BT, scale)
+    least = jnp.finfo(jnp.float32).min
+    return jnp.where(visible_BTS[:, None], scores_BHTS, least).max((0, 2, 3))
+
+
+def _within(q_BTHq, k_BTHq, segments_BT, scale):
+    """Scores of a row with itself, and which pairs are visible."""
+    real_BT11 = (segments_BT != 0)[..., None, None]
+    q, k = (jnp.where(real_BT11, x.astype(jnp.float32), 0.0) for x in (q_BTHq, k_BTHq))
     T = q.shape[1]
     causal_TS = jnp.arange(T)[:, None] >= jnp.arange(T)
     same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
     visible_BTS = causal_TS & same_BTS & real_BT11[..., 0]
-    scores_BHTS = scale * jnp.einsum("BTHq,BSHq->BHTS", q, k, precision=HIGHEST)
-    return _attend(scores_BHTS, visible_BTS, v).astype(q_BTHq.dtype)
+    return scale * jnp.einsum("BTHq,BSHq->BHTS", q, k, precision=HIGHEST), visible_BTS
 
 
 def cached_attention(q_BTHq, k_BSHq, v_BSHv, q_index_BT, *, scale):

@@ -18,7 +18,7 @@ ATTENDED = "mla attended"
 
 
 def self_attention_sharded(
-    q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, *, scale, axis, impl="auto"
+    q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, *, scale, axis, impl="auto", keep_largest=False
 ):
     """`self_attention` of whole rows whose T is split over the mesh axis `axis`; inside shard_map.
 
@@ -32,17 +32,21 @@ def self_attention_sharded(
     which is where the shard's index puts it, so that shard i of n does (2 i + 1) / n^2 of the
     row's work and the time is that of the last: 2 - 1/n times an even split. "blocks" computes
     everything that it masks: on every shard as much as the last.
+    keep_largest as in `self_attention`; of this shard's queries.
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
     _check(q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, impl)
     if impl == "auto":
         impl = automatic("MLA self-attention over shards", "blocks", tpu="splash")
-    attend = {"blocks": _blocks, "splash": partial(attend_from, interpret=False)}[impl]
-    return attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis)
+    splash_kernels = partial(attend_from, interpret=False, keep_largest=keep_largest)
+    attend = {"blocks": _blocks, "splash": splash_kernels}[impl]
+    found = attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis)
+    return found if keep_largest else found[0]
 
 
 def attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis):
-    """Heads by groups; attend(q, k, v, first_position, segments_BT, segments_BS, scale) -> o."""
+    """Heads by groups; attend(q, k, v, first_position, segments_BT, segments_BS, scale) -> o and
+    largest_H, or None."""
     B, T, H, _ = q_BTHq.shape
     start = jax.lax.axis_index(axis) * T
     real_BT11 = (segments_BT != 0)[..., None, None]
@@ -56,15 +60,16 @@ def attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, a
 
     size = heads_at_a_time(B, segments_BS.shape[1], H, q_BTHq, v_CHv)
     if size == H:
-        o_BTHv = heads(q_BTHq, k_CHk, v_CHv)
+        o_BTHv, largest_H = heads(q_BTHq, k_CHk, v_CHv)
     else:
         # What attention came to is kept, so that its forward kernel runs once.
         policy = jax.checkpoint_policies.save_only_these_names(ATTENDED)
         one = jax.checkpoint(lambda x: heads(*x), policy=policy, prevent_cse=False)
         groups = [_split(x, size) for x in (q_BTHq, k_CHk, v_CHv)]
-        o_GBThv = jax.lax.map(one, groups)
+        o_GBThv, largest_Gh = jax.lax.map(one, groups)
         o_BTHv = jnp.moveaxis(o_GBThv, 0, 2).reshape(B, T, H, -1)
-    return jnp.where(real_BT11, o_BTHv, 0)
+        largest_H = None if largest_Gh is None else largest_Gh.reshape(H)
+    return jnp.where(real_BT11, o_BTHv, 0), largest_H
 
 
 def _split(x_Hx, size):
@@ -113,16 +118,25 @@ gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def _blocks(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale):
-    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-    last_BT = jnp.where(segments_BT != 0, at_T, -1)
     return blocks.attend(
-        q_BTHq, k_BSHq, v_BSHv, last_BT, segments_BT, segments_BS,
+        q_BTHq, k_BSHq, v_BSHv, _last(start, segments_BT), segments_BT, segments_BS,
         scale=scale, out_dtype=q_BTHq.dtype,
     )  # fmt: skip
 
 
-def attend_from(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, interpret):
+def _last(start, segments_BT):
+    """The last key that each query sees: its own, -1 for a pad."""
+    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    return jnp.where(segments_BT != 0, at_T, -1)
+
+
+def attend_from(
+    q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, interpret, keep_largest
+):
     """Queries at positions start, start + 1, ... among the keys."""
+    largest_H, at = None, (_last(start, segments_BT), segments_BT, segments_BS)
+    if keep_largest:
+        largest_H = blocks.largest(q_BTHq, k_BSHq, *at, scale=scale)
     T, lanes = q_BTHq.shape[1], splash.LANES
     tile = min(splash.TILE, -(-T // lanes) * lanes)
     q_BTHq = (q_BTHq.astype(jnp.float32) * scale).astype(q_BTHq.dtype)
@@ -132,7 +146,7 @@ def attend_from(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, 
     keys = (splash.lengthen(x, -x.shape[1] % tile) for x in (k_BSHq, v_BSHv, segments_BS))
     args = (q_BTHq, *keys, segments_BT, start)
     axes = frozenset().union(*map(varying, args))
-    return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T]
+    return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T], largest_H
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))

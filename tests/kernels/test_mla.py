@@ -107,6 +107,25 @@ def test_a_thousand_tokens_go_through_several_blocks_and_equal_the_definition():
     assert_same(got, want, **TIGHT)
 
 
+@pytest.mark.parametrize("block", [256, 64, 32])
+def test_the_largest_logit_of_each_head_is_that_of_the_definition(block, monkeypatch):
+    """Whole, in blocks and pieces, and apart from attention; a hidden pair has the largest of all,
+    and pads hold NaN. Without a visible pair it is the least float32."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK", block)
+    q, k, v = heads(7, 2, 200)
+    segments = jnp.asarray([packed([1, 99, 100], 200), packed([64, 1, 70], 200)])
+    q, k = q.at[0, 50].multiply(9), k.at[0, 120].multiply(9)  # another document, and later
+    want = run(reference.largest, q, k, segments)
+    assert want.max() < SCALE * jnp.einsum("Hq,Hq->H", q[0, 50], k[0, 120]).max()
+    dirty = [x.at[1, 140:].set(jnp.nan) for x in (q, k, v)]
+    o, largest = run(self_attention, *dirty, segments, impl="blocks", keep_largest=True)
+    np.testing.assert_allclose(largest, want, **TIGHT)
+    np.testing.assert_array_equal(o, run(self_attention, *dirty, segments, impl="blocks"))
+    np.testing.assert_allclose(run(blocks.largest_causal, q, k, segments), want, **TIGHT)
+    least = run(self_attention, q, k, v, 0 * segments, impl="blocks", keep_largest=True)[1]
+    np.testing.assert_array_equal(least, jnp.finfo(jnp.float32).min)
+
+
 def test_splash_equals_the_definition():
     """Interpreted TPU kernels, T=200 padded to a tile of 256, with pads and length-1 segments."""
     q, k, v = heads(2, 2, 200)

@@ -286,6 +286,17 @@ def sharded_attention(shards, **options):
     return lambda *args: sharded(*args)[0]
 
 
+def largest_over(shards):
+    """Each head's largest logit over all shards."""
+
+    def local(*args):
+        _, largest = self_attention_sharded(*args, scale=SCALE, axis="seq", keep_largest=True)
+        return (jax.lax.pmax(largest, ("data", "seq")),)
+
+    sharded = on_mesh(shards, local, "ttwwt", "w")
+    return jax.jit(lambda *args: sharded(*args)[0])
+
+
 @pytest.mark.parametrize("at_a_time", [1, 4])
 @pytest.mark.parametrize("shards", SHARDS)
 def test_attention_on_shards_equals_the_definition_over_the_row(shards, at_a_time, monkeypatch):
@@ -294,6 +305,10 @@ def test_attention_on_shards_equals_the_definition_over_the_row(shards, at_a_tim
     monkeypatch.setattr(sequence, "EXPANDED_BYTES", at_a_time * a_head)
     args, do = latent_inputs()
     dirty = [poisoned(x, SEGMENTS) for x in args[:2]] + args[2:]
+    largest = largest_over(shards)(*dirty, SEGMENTS)
+    keys, _ = sequence.expand(*args[1:])
+    want = reference.largest(args[0], keys, SEGMENTS, scale=SCALE)
+    np.testing.assert_allclose(largest, want, rtol=1e-5)
     got = attended(sharded_attention(shards, impl="blocks"), dirty, do, SEGMENTS)
     want = attended(definition, args, do, SEGMENTS)
     rows_equal(got, want, TIGHT, ATTENDED)
@@ -313,13 +328,20 @@ def test_kernels_on_shards_equal_the_definition(heads, monkeypatch):
     two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("seq",))
 
     def local(*x):
-        kernels = partial(sequence.attend_from, interpret=True)
-        return sequence.attend_heads(kernels, *x, SCALE, "seq")
+        kernels = partial(sequence.attend_from, interpret=True, keep_largest=True)
+        o, largest = sequence.attend_heads(kernels, *x, SCALE, "seq")
+        return o, jax.lax.pmax(largest, "seq")
 
     tokens = P(None, "seq")
-    f = jax.shard_map(
-        local, mesh=two, in_specs=(tokens, tokens, P(), P(), tokens), out_specs=tokens
-    )
+    specs = dict(in_specs=(tokens, tokens, P(), P(), tokens), out_specs=(tokens, P()))
+    both = jax.shard_map(local, mesh=two, **specs)
+    keys, _ = sequence.expand(*args[1:])
+    want = reference.largest(args[0], keys, segments, scale=SCALE)
+    np.testing.assert_allclose(jax.jit(both)(*args, segments)[1], want, rtol=1e-5)
+
+    def f(*x):
+        return both(*x)[0]
+
     got, want = attended(f, args, do, segments), attended(definition, args, do, segments)
     for name, a, b in zip(ATTENDED, got, want, strict=True):
         assert error(a, b) < TIGHT, name

@@ -11,6 +11,7 @@ import optax
 import pytest
 import tiny
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from configs import k3
 from k3_jax.config import OptimConfig, TrainConfig, from_dict
@@ -21,6 +22,7 @@ from k3_jax.optim.coverage import coverage
 from k3_jax.optim.muon import ADAMW, COEFFICIENTS, PER_HEAD, WHOLE, orthogonalize, rule
 from k3_jax.tree import named_leaves, with_leaves
 from sharding import make_mesh
+from sharding.matrices import Stack, on_whole
 
 EXACT = OptimConfig(name="muon_per_head", ns_dtype="float32", warmup_steps=0)
 
@@ -234,3 +236,38 @@ def test_the_state_of_adamw_is_what_it_was_before_muon(one_device):
     assert len(moments) == 2 * n - sum(
         name.rsplit("/", 1)[-1] in WHOLE for name in named_leaves(model)
     )
+
+
+@pytest.mark.parametrize("n", [1, 5, 16])
+@pytest.mark.parametrize(
+    "sizes, spec",
+    [
+        (dict(fsdp=2, expert=2, tensor=2), (None, "expert", "fsdp", "tensor")),
+        (dict(data=2, fsdp=2, seq=2), (None, None, "fsdp", "seq")),
+        (dict(fsdp=4, tensor=2), (None, None, None, ("tensor", "fsdp"))),
+    ],
+)
+def test_matrices_are_whole_where_they_are_computed(sizes, spec, n):
+    """Rows over one mesh axis, columns over two, and copies; a counting axis over a third; a second
+    stack with its axes in another order. What is done needs the whole matrix."""
+
+    def fn(x):
+        return x - jnp.sum(x * jnp.arange(1.0, 33).reshape(4, 8), axis=(1, 2), keepdims=True)
+
+    with jax.set_mesh(make_mesh(**sizes)):
+        mesh = jax.sharding.get_mesh()
+        a, b = (np.random.default_rng(i).standard_normal((n, 2, 4, 8)) for i in range(2))
+        placed = jax.device_put(a, NamedSharding(mesh, P(*spec)))
+        there = (3, 1, 0, 2)
+        moved = jax.device_put(
+            b.transpose(there), NamedSharding(mesh, P(*(spec[i] for i in there)))
+        )
+        stacks = [Stack(placed, (2, 3)), Stack(moved, (3, 0))]
+        assert stacks[0].kind == stacks[1].kind
+        got = jax.jit(lambda a, b: on_whole(fn, [Stack(a, (2, 3)), Stack(b, (3, 0))]))(
+            placed, moved
+        )
+    assert [x.sharding for x in got] == [placed.sharding, moved.sharding]
+    for x, y, back in ((a, got[0], (0, 1, 2, 3)), (b, got[1], (2, 1, 3, 0))):
+        want = np.stack([np.asarray(fn(m)) for m in x.astype(np.float32)])
+        np.testing.assert_allclose(np.asarray(y).transpose(back), want, rtol=1e-4, atol=1e-4)

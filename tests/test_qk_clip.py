@@ -80,7 +80,7 @@ def configured(**changes):
     values["data"]["sources"]["text"]["glob"] = "none"
     optim = {"qk_clip": changes.pop("qk_clip", TAU)}
     config = from_dict(TrainConfig, values | changes)
-    model = dataclasses.replace(config.model, init_std=0.1)
+    model = dataclasses.replace(config.model, init_std=0.1, remat="group")
     return dataclasses.replace(
         config, model=model, optim=dataclasses.replace(config.optim, **optim)
     )

@@ -73,7 +73,8 @@ COLLECTIVES = (
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every exchange of a compiled program. A ragged one counts as if every row were sent."""
+    """Every exchange of a compiled program. A ragged one counts as if it filled the smaller of its
+    two buffers: that of the rows here, or that of the rows to come."""
     bodies = computations(text)
     return list(_exchanges(bodies))
 
@@ -86,8 +87,9 @@ def _exchanges(bodies) -> Iterator[Collective]:
             continue
         group = _group(line.text)
         n = len(group)
-        of = line.operands[:1] if opcode == "ragged-all-to-all" else line.operands
-        sent = sum(_bytes(by_name[x].type) for x in of if x in by_name)
+        given = [_bytes(by_name[x].type) for x in line.operands if x in by_name]
+        # On average a device sends what it gets: no more than either of the two buffers holds.
+        sent = min(given[:2]) if opcode == "ragged-all-to-all" else sum(given)
         share = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
         scopes = re.search(r'op_name="([^"]*)"', line.text)
         scopes = scopes.group(1) if scopes else ""

@@ -273,7 +273,8 @@ def _read(bodies, body, source):
         is_first = line.operands[0] == source.name
         if line.opcode == "dynamic-slice" and is_first:
             total += type_bytes(line.type)
-        elif line.opcode == "bitcast":
+        elif line.opcode in ("bitcast", "copy") or "output_to_operand_aliasing" in line.text:
+            # The same bytes under another type: TPU7x changes the tiles of a stack so.
             total += _read(bodies, body, line)
         elif line.opcode == "fusion":
             inner = bodies.get(_named(line.text, "calls"), [])

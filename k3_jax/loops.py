@@ -51,7 +51,7 @@ def held(blocks):
     without a copy, and by another index copies it (one row of k3_mini on an H200: 5.6 and 7.5 ms
     a token, `benchmarks.decode`).
     """
-    which = automatic("weights in the loops of inference", "held", gpu="experts held")
+    which = automatic("weights in loops of inference", "held", tpu="held", gpu="experts held")
 
     def choose(x):
         return hold(x) if isinstance(x, Packed) or which == "held" else x

@@ -71,7 +71,8 @@ def test_a_fusion_reads_of_a_stack_what_it_slices_and_writes_what_it_changes():
   %q0 = bf16[54,1024,128]{2,1,0} parameter(0)
   %q1 = s32[] parameter(1)
   %q2 = bf16[1024,1024]{1,0} parameter(2)
-  %w = bf16[1024,128]{1,0} fusion(%q0, %q1), kind=kLoop, calls=%slice
+  %t = bf16[54,1024,128]{2,1,0:T(8,128)} fusion(%q0), output_to_operand_aliasing={{}: (0, {})}
+  %w = bf16[1024,128]{1,0} fusion(%t, %q1), kind=kLoop, calls=%slice
   ROOT %y = bf16[1024,128]{1,0} convolution(%q2, %w)
 }
 %put (r0: bf16[54,1024,128], r1: s32[54], r2: bf16[54,128]) -> bf16[54,1024,128] {

@@ -56,10 +56,11 @@ class MoeConfig:
 
     `exchange` is how tokens get to experts on other devices. "plain": to where the expert lives.
     "balanced" (MoonEP, report section 5.2): crowded experts are lent to devices with less to do,
-    so that all have the same work and nothing is dropped.
+    so that all have the same work and nothing is dropped. "rounds": as plain, but what is too much
+    goes in another round; for inference.
     `capacity` is the most copies of tokens that a device's experts take, as a multiple of the
     copies that a device sends. "plain" drops and counts what is more, and 0 is no bound; "balanced"
-    lends fewer experts with more of it, and 1 is the least.
+    lends fewer experts with more of it, "rounds" makes fewer of them, and 1 is the least.
     `balance` is the rule that moves the router bias after each training step (`k3_jax.balancing`,
     report section 2.3.3): "quantile" from a histogram of `balance_bins` bins, "exact" by sorting
     every token of the step, for small runs, and "none", which leaves it as it is.
@@ -117,7 +118,7 @@ class ModelConfig:
 
 def as_served(c: ModelConfig, dtype: str, is_packed: bool = False) -> ModelConfig:
     """The same model for inference: weights and products in `dtype`, and no token dropped."""
-    moe = dataclasses.replace(c.moe, packed=is_packed, exchange="plain", capacity=0.0)
+    moe = dataclasses.replace(c.moe, packed=is_packed, exchange="rounds", capacity=2.0)
     return dataclasses.replace(c, dtype=dtype, param_dtype=dtype, remat="none", moe=moe)
 
 
@@ -251,16 +252,16 @@ def check_model(c: ModelConfig) -> None:
         raise ValueError(f"n_dense={c.n_dense} is not within 0..n_layers={c.n_layers}")
     if c.moe.packed and c.dtype != "bfloat16":
         raise ValueError(f"moe.packed experts multiply in bfloat16, not model.dtype={c.dtype}")
-    if c.moe.packed and c.moe.exchange != "plain":
-        raise ValueError(f"moe.packed experts are not lent: moe.exchange={c.moe.exchange!r}")
+    if c.moe.packed and c.moe.exchange == "balanced":
+        raise ValueError("moe.packed experts are not lent: moe.exchange='balanced'")
     if c.moe.packed and (c.moe.latent_width % 64 or c.moe.expert_width % 64):
         raise ValueError(
             f"moe.packed wants widths in multiples of 64, got moe.latent_width="
             f"{c.moe.latent_width} and moe.expert_width={c.moe.expert_width}"
         )
-    check_choice("moe.exchange", c.moe.exchange, ("plain", "balanced"))
+    check_choice("moe.exchange", c.moe.exchange, ("plain", "balanced", "rounds"))
     check_choice("moe.balance", c.moe.balance, ("quantile", "exact", "none"))
-    lowest = 1 if c.moe.exchange == "balanced" else 0
+    lowest = 0 if c.moe.exchange == "plain" else 1
     if c.moe.capacity < lowest:
         raise ValueError(
             f"moe.capacity={c.moe.capacity} must be at least {lowest} with moe.exchange="
@@ -297,6 +298,8 @@ def check_train(c: TrainConfig) -> None:
     if c.model.moe.packed:
         raise ValueError("model.moe.packed=True: packed experts have no gradient")
     m = c.model.moe
+    if m.exchange == "rounds":
+        raise ValueError("moe.exchange='rounds' is for inference; train with plain or balanced")
     if m.balance != "none" and m.n_active == m.n_experts and c.model.n_dense < c.model.n_layers:
         raise ValueError(
             f"moe.balance={m.balance!r} needs an expert that is not chosen, but moe.n_active="

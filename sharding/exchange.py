@@ -85,6 +85,19 @@ def routes_of(rank, counts_RE, bound):
     return Routes(*sent, *got), counts_RE[rank].sum() - kept_RRP[rank].sum()
 
 
+def window(there: Routes, low, length):
+    """The routes of those rows alone that `there` lands in [low, low + length), at their distance
+    from `low`. Windows side by side bring every row once."""
+
+    def cut(n_RP, from_RP, to_RP):
+        begin_RP = jnp.clip(to_RP, low, low + length)
+        end_RP = jnp.clip(to_RP + n_RP, low, low + length)
+        return end_RP - begin_RP, from_RP + begin_RP - to_RP, begin_RP - low
+
+    sent = cut(there.sent_RP, there.sent_from_RP, there.sent_to_RP)
+    return Routes(*sent, *cut(there.got_RP, there.got_from_RP, there.got_to_RP))
+
+
 def local_experts(counts_RE):
     """E / R. Raises ValueError where that is no whole number."""
     if counts_RE.ndim != 2 or counts_RE.dtype != I32:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from k3_jax.axes import read
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checks import check_split
+from k3_jax.layers import moe
 from k3_jax.layers.moe import Moe, row_bound
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.model import K3, abstract
@@ -151,6 +152,27 @@ def test_experts_on_their_own_devices_equal_one_device(choice):
         assert got[3] == want[3] == 0
         for a, b in zip(jax.tree.leaves(got[:3]), jax.tree.leaves(want[:3]), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rounds_bring_every_row_whatever_the_buffer(monkeypatch):
+    """All tokens on one of four devices, which takes a quarter of them a round, and skewed."""
+    monkeypatch.setattr(moe, "FEW_ROWS", 1)
+    how = dict(exchange="rounds", capacity=1.0)
+    t, a = np.arange(8 * 16).reshape(8, 16, 1), np.arange(2)
+    x_BTD = jax.random.normal(jax.random.key(3), (8, 16, tiny.CONFIG.width))
+    for choice in CHOICES.values():
+        forced_BTA = jnp.asarray(np.broadcast_to(choice(t, a), (8, 16, 2)), jnp.int32)
+        found = []
+        for sizes in (dict(data=1), dict(expert=4), dict(data=2, expert=2)):
+            with on_mesh(**sizes):
+                ones = jax.reshard(jnp.ones((8, 16), jnp.int32), act_spec("BT"))
+                run = jax.jit(lambda layer, x, forced, ones=ones: layer(x, Rows(ones), forced))
+                args = (jax.reshard(v, act_spec("BT.")) for v in (x_BTD, forced_BTA))
+                y_BTD, routing = run(rest(make_moe(**how)), *args)
+                assert int(jnp.sum(routing.n_dropped_P)) == 0
+                found.append(jax.device_get(y_BTD))
+        for y in found[1:]:
+            np.testing.assert_allclose(y, found[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1, 2, 4])

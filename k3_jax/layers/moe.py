@@ -21,13 +21,15 @@ from pallas_kernels.experts import (
 )
 from pallas_kernels.situ import situ_glu
 from pallas_kernels.top_k import top_k
-from sharding import ROUTED, act_spec, on_shards, present
+from sharding import ROUTED, TOKENS, act_spec, on_shards, present
 from sharding.balance import plan, prefetch
-from sharding.exchange import exchange, gather_counts, routes
+from sharding.exchange import exchange, gather_counts, routes, window
+from sharding.rules import vary
 
 F32 = jnp.float32
 # What `model.remat` does not make again, by its checkpoint name.
 CAME_BACK = "rows back from experts"
+FEW_ROWS = 4096
 
 
 @jax.tree_util.register_dataclass
@@ -170,6 +172,8 @@ class Moe(nnx.Module):
         if not axes:
             return self._apply(x_nL, share_n, sizes_E, *weights), jnp.zeros((), jnp.int32)
         n, counts_RE = len(x_nL), gather_counts(sizes_E, axes)
+        if self.config.moe.exchange == "rounds":
+            return self._in_rounds(x_nL, share_n, counts_RE, weights, axes)
         bound = row_bound(n, len(counts_RE), self.config.moe)
         if self.config.moe.exchange == "balanced":
             there, sizes_P, copies, _ = plan(counts_RE, axes, bound)
@@ -178,10 +182,35 @@ class Moe(nnx.Module):
         else:
             there, n_dropped = routes(counts_RE, bound, axes)
             sizes_P = there.got_RP.sum(0)
+        return self._there_and_back(x_nL, share_n, there, bound, sizes_P, weights, axes), n_dropped
+
+    def _there_and_back(self, x_nL, share_n, there, bound, sizes_P, weights, axes):
         x_mL, share_m = (exchange(x, there, bound, axes) for x in (x_nL, share_n))
         y_mL = self._apply(x_mL, share_m, sizes_P, *weights)
-        y_nL = exchange(y_mL, there.back(), n, axes)
-        return y_nL, n_dropped
+        return exchange(y_mL, there.back(), len(x_nL), axes)
+
+    def _in_rounds(self, x_nL, share_n, counts_RE, weights, axes):
+        """Nothing dropped and no buffer for the worst: as many rounds as the fullest device needs.
+
+        Few rows go in one, whatever the capacity: a round reads the experts' weights again.
+        """
+        (n, _), R, c = x_nL.shape, len(counts_RE), self.config.moe
+        most = row_bound(n, R, dataclasses.replace(c, capacity=0.0))
+        bound = min(most, max(row_bound(n, R, c), FEW_ROWS))
+        there, n_dropped = routes(counts_RE, most, axes)
+
+        def one(i, y_nL):
+            now = window(there, i * bound, bound)
+            sizes_P = now.got_RP.sum(0)
+            return y_nL + self._there_and_back(x_nL, share_n, now, bound, sizes_P, weights, axes)
+
+        everyone = present((*TOKENS, "tensor"))
+        y_nL = vary(jnp.zeros_like(x_nL), everyone)
+        if bound == most:
+            return one(0, y_nL), n_dropped
+        fullest = counts_RE.reshape(R, R, -1).sum((0, 2)).max()
+        n_rounds = jax.lax.pmax(vary(-(-fullest // bound), everyone), everyone)
+        return jax.lax.fori_loop(0, n_rounds, one, y_nL), n_dropped
 
     def _apply(self, x_nL, share_n, sizes_E, *weights):
         y_nL = self._glu(x_nL, sizes_E, *weights)

@@ -35,13 +35,6 @@ from sharding import make_mesh
 from sharding.hosts import global_rows
 
 NAMES = ("adamw", "muon", "muon_per_head")
-CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
-TOKENS = flags.DEFINE_integer("tokens", None, "of each run, rounded down to whole steps")
-SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "of weights and data")
-OPTIMIZERS = flags.DEFINE_list("optimizers", list(NAMES), "values of optim.name")
-RATES = flags.DEFINE_list("learning_rates", [], "of single optimizers: adamw=1e-3,muon=2e-3")
-OUT = flags.DEFINE_string("out", None, "the JSON file of results")
-flags.mark_flags_as_required(["config", "tokens", "out"])
 
 
 def planned(config: TrainConfig, tokens: int) -> TrainConfig:
@@ -232,5 +225,13 @@ def main(_):
 
 
 if __name__ == "__main__":
+    # Here, and not for who imports: train.py has flags of these names.
+    CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
+    TOKENS = flags.DEFINE_integer("tokens", None, "of each run, rounded down to whole steps")
+    SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "of weights and data")
+    OPTIMIZERS = flags.DEFINE_list("optimizers", list(NAMES), "values of optim.name")
+    RATES = flags.DEFINE_list("learning_rates", [], "of single optimizers: adamw=1e-3,muon=2e-3")
+    OUT = flags.DEFINE_string("out", None, "the JSON file of results")
+    flags.mark_flags_as_required(["config", "tokens", "out"])
     logging.set_verbosity(logging.WARNING)
     app.run(main)

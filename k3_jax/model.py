@@ -73,6 +73,18 @@ def cut_runs(c: ModelConfig, group: tuple[int, ...]) -> list[list[int]]:
     return [list(run) for _, run in itertools.groupby(group, key=partial(layer_kind, c))]
 
 
+def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
+    """For each layer, its folder in our tree and its index on the two stacked axes."""
+    places = {}
+    for b, plan in enumerate(plan_blocks(c)):
+        for p, part in enumerate(plan.parts):
+            for g, group in enumerate(part):
+                for r, run in enumerate(cut_runs(c, group)):
+                    folder = f"blocks/{b}/parts/{p}/runs/{r}"
+                    places |= {layer: (folder, (g, j)) for j, layer in enumerate(run)}
+    return [places[i] for i in range(c.n_layers)]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Output:
@@ -328,27 +340,24 @@ def abstract(c: ModelConfig) -> K3:
 
 def router_biases(model: K3) -> jax.Array:
     """bias_ZE: the router biases of the Z MoE layers, in the layers' order."""
-    leaves, places = named_leaves(model), router_places(model.config)
-    joined = jnp.concatenate([leaves[name].reshape(z.size, -1) for name, z in places.items()])
-    return joined[np.argsort(np.concatenate([z.reshape(-1) for z in places.values()]))]
+    leaves, of = named_leaves(model), router_leaves(model.config)
+    joined = jnp.concatenate([leaves[name].reshape(len(z), -1) for name, z in of.items()])
+    return joined[np.argsort(np.concatenate([*of.values()]))]
 
 
 def with_router_biases(model: K3, bias_ZE) -> K3:
     """The model with other router biases."""
-    places = router_places(model.config)
-    return with_leaves(model, named_leaves(model) | {k: bias_ZE[z] for k, z in places.items()})
+    leaves, of = named_leaves(model), router_leaves(model.config)
+    changed = {name: bias_ZE[np.array(z)].reshape(leaves[name].shape) for name, z in of.items()}
+    return with_leaves(model, leaves | changed)
 
 
-def router_places(c: ModelConfig) -> dict[str, np.ndarray]:
-    """For each leaf of router biases which of the MoE layers it holds: {name: [G, layers]}."""
-    places = {}
-    for b, plan in enumerate(plan_blocks(c)):
-        for p, part in enumerate(plan.parts):
-            for r, runs in enumerate(zip(*(cut_runs(c, group) for group in part), strict=True)):
-                if runs[0][0] >= c.n_dense:
-                    name = f"blocks/{b}/parts/{p}/runs/{r}/ffn/router_bias_E"
-                    places[name] = np.array(runs) - c.n_dense
-    return places
+def router_leaves(c: ModelConfig) -> dict[str, list[int]]:
+    """Which of the MoE layers each leaf of router biases holds, in the order in which it does."""
+    found: dict[str, list[int]] = {}
+    for z, (folder, _) in enumerate(layer_places(c)[c.n_dense :]):
+        found.setdefault(f"{folder}/ffn/router_bias_E", []).append(z)
+    return found
 
 
 def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:

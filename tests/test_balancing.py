@@ -16,10 +16,9 @@ from checkpoint_states import assert_same_bits
 
 from benchmarks import balancing as skewed
 from k3_jax.balancing import bias_of_counts, bias_of_required, histogram
-from k3_jax.checkpoint.hf import layer_places
 from k3_jax.config import TrainConfig, from_dict
 from k3_jax.evaluate import loss_sums
-from k3_jax.model import router_biases, with_router_biases
+from k3_jax.model import layer_places, router_biases, with_router_biases
 from k3_jax.optim import make_optimizer
 from k3_jax.train_step import init_state, objective, train_step
 from k3_jax.tree import named_leaves, with_leaves
@@ -293,7 +292,7 @@ def test_one_value_switches_it_off_and_weight_decay_never_moves_the_bias(one_dev
 
 
 def test_every_layer_gets_the_bias_of_its_own_tokens(one_device):
-    """Five MoE layers in scanned groups: where `layer_places`, made for conversion, says layer i
+    """Five MoE layers in scanned groups: where `layer_places`, as conversion does, says layer i
     is, there is the bias that the oracle makes of what layer i's router said."""
     moe = dataclasses.replace(tiny.CONFIG.moe, balance="exact")
     c = dataclasses.replace(small(), model=tiny.config(moe=moe))

@@ -12,7 +12,7 @@ import numpy as np
 
 from k3_jax.checkpoint.safetensors import FormatError, read_index
 from k3_jax.config import ModelConfig
-from k3_jax.model import cut_runs, plan_blocks
+from k3_jax.model import layer_places
 from k3_jax.quant import mxfp4
 
 PREFIX = "language_model."
@@ -129,18 +129,6 @@ def name_table(c: ModelConfig) -> dict[str, list[Entry]]:
                     full = f"{released}block_sparse_moe.experts.{e}.{name}.weight"
                     table[full] = [Entry(f"{folder}/{leaf}", letters, (*stack, e))]
     return table
-
-
-def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
-    """For each layer, its folder in our tree and its index on the two stacked axes."""
-    places = {}
-    for b, plan in enumerate(plan_blocks(c)):
-        for p, part in enumerate(plan.parts):
-            for g, group in enumerate(part):
-                for r, run in enumerate(cut_runs(c, group)):
-                    folder = f"blocks/{b}/parts/{p}/runs/{r}"
-                    places |= {layer: (folder, (g, j)) for j, layer in enumerate(run)}
-    return [places[i] for i in range(c.n_layers)]
 
 
 def shape_of(entry: Entry, leaf_shape, c: ModelConfig) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from k3_jax.tokenizer import load_tokenizer
 from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from sharding import make_mesh
-from sharding.hosts import global_rows, join, row_share
+from sharding.hosts import join, micro_batches, row_share
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
@@ -86,7 +86,7 @@ def run(config: TrainConfig, workdir: str):
     pending = None
     with contextlib.closing(loader), contextlib.closing(metrics), store:
         for step in range(start + 1, config.steps + 1):
-            batch = {k: split(v, config.accumulate, mesh) for k, v in next(loader).items()}
+            batch = {k: micro_batches(v, config.accumulate, mesh) for k, v in next(loader).items()}
             state, values = step_fn(state, batch)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
@@ -119,11 +119,6 @@ def restore_or_init(config, tx, store, loader):
         return make(), 0
     loader.restore(restored.data_state)
     return with_leaves(abstract, flatten(restored.state)), restored.step
-
-
-def split(rows, accumulate, mesh):
-    """[rows, T] of this process -> [accumulate, rows / accumulate, T] over the mesh."""
-    return global_rows(rows.reshape(accumulate, -1, rows.shape[-1]), mesh, row_axis=1)
 
 
 def report(metrics, pending, config):

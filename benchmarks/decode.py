@@ -4,7 +4,6 @@ Random weights, every row's cache filled up to half: what is timed is `k3_jax.se
 the program that serve.py runs, a hundred times over one cache; the best of three.
 """
 
-import dataclasses
 import time
 
 import jax
@@ -13,10 +12,9 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from k3_jax.config import ModelConfig, from_dict
+from k3_jax.config import ModelConfig, as_served, from_dict
 from k3_jax.model import abstract
 from k3_jax.serving import engine
-from k3_jax.serving.sampling import Draw
 from k3_jax.tree import named_leaves, with_leaves
 from sharding import make_mesh
 
@@ -27,8 +25,7 @@ STEPS = flags.DEFINE_integer("steps", 100, "tokens a measurement")
 
 
 def main(_):
-    model = from_dict(ModelConfig, CONFIG.value.model.to_dict(), "config.model")
-    model = dataclasses.replace(model, dtype="bfloat16", param_dtype="bfloat16", remat="none")
+    model = as_served(from_dict(ModelConfig, CONFIG.value.model, "config.model"), "bfloat16")
     jax.set_mesh(make_mesh(devices=jax.devices()[:1]))
     k3 = random_weights(model)
     print(
@@ -53,8 +50,7 @@ def random_weights(config: ModelConfig):
 
 def measure(k3, n_rows: int) -> float:
     """Seconds a token of all rows."""
-    columns = [np.zeros(n_rows, t) for t in ("f4", "i4", "f4", "f4", "u4", "u4", "u4")]
-    draw = Draw(*columns)
+    draw = engine.fresh_draw(n_rows)
     tokens_B1, n_B = np.ones((n_rows, 1), np.int32), np.ones(n_rows, np.int32)
     best = float("inf")
     for _ in range(3):

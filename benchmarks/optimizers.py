@@ -32,7 +32,7 @@ from k3_jax.optim import make_optimizer, schedule
 from k3_jax.tokenizer import load_tokenizer
 from k3_jax.train_step import init_state, train_step
 from sharding import make_mesh
-from sharding.hosts import global_rows
+from sharding.hosts import micro_batches
 
 NAMES = ("adamw", "muon", "muon_per_head")
 
@@ -81,7 +81,8 @@ class Runs:
         told = []
         try:
             for i in range(config.steps):
-                batch = {k: self._split(v) for k, v in next(loader).items()}
+                batch = next(loader).items()
+                batch = {k: micro_batches(v, config.accumulate, self.mesh) for k, v in batch}
                 state, values = self.step(state, batch)
                 told.append({k: values[k] for k in ("loss", "tokens", "skipped")})
                 if i == 0:
@@ -100,10 +101,6 @@ class Runs:
             "targets_per_second": round(sum(x["tokens"] for x in told[1:]) / seconds, 1),
             **self.held_out(state.model),
         }
-
-    def _split(self, rows):
-        rows = rows.reshape(self.config.accumulate, -1, rows.shape[-1])
-        return global_rows(rows, self.mesh, row_axis=1)
 
 
 def summary(results: dict) -> list[str]:

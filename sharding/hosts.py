@@ -52,6 +52,11 @@ def row_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
     return shares.index(tuple(sorted(parts[jax.process_index()]))), len(shares)
 
 
+def micro_batches(local: np.ndarray, accumulate: int, mesh: jax.sharding.Mesh) -> jax.Array:
+    """[rows, T] of this process -> [accumulate, rows / accumulate, T] over the mesh."""
+    return global_rows(local.reshape(accumulate, -1, local.shape[-1]), mesh, row_axis=1)
+
+
 def global_rows(local: np.ndarray, mesh: jax.sharding.Mesh, row_axis: int = 0) -> jax.Array:
     """The array whose rows (along `row_axis`) are split over the mesh, from this process's part."""
     spec = act_spec("." * row_axis + "B")

@@ -170,7 +170,7 @@ def test_the_loss_never_holds_all_logits(one_device):
 
 
 def test_the_alphabet_names_every_letter_that_weights_use(one_device):
-    """The glossary at the top of config.py is complete."""
+    """The glossary at the top of k3_jax/config is complete."""
     lines = config_module.__doc__.splitlines()
     letters = {
         word for line in lines if line.startswith("    ") for word in line.split() if len(word) == 1

@@ -78,7 +78,7 @@ def main(argv):
     given = {name: flag.value for name, flag in SETTINGS.items()}
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
-    # Prompts, and which of them have their line already.
+    # Prompts, mesh, and which of the prompts have their line already.
     checkpoint = open_checkpoint(CHECKPOINT.value, *weights)
     spec = TOKENIZER.value or checkpoint.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
@@ -89,13 +89,13 @@ def main(argv):
         requests = reader.file(PROMPTS.value, FORMAT.value)
     made_by = [checkpoint.name, spec, DTYPE.value, MODE.value, MAX_LENGTH.value]
     made_by += [LOGPROBS.value, FULL_LOGITS.value]
+    mesh = make_mesh(**sizes)
+    jax.set_mesh(mesh)
+    check_serving(checkpoint.config, mesh)
     output = Output(OUTPUT.value, requests, made_by)
     todo = [r for r in requests if r.index not in output.done]
 
     # Weights, on all devices.
-    mesh = make_mesh(**sizes)
-    jax.set_mesh(mesh)
-    check_serving(checkpoint.config, mesh)
     engine = Engine(checkpoint.load(), n_rows=BATCH.value * mesh.size, **limits)
 
     # The work, a line at a time.

@@ -272,6 +272,8 @@ def test_the_program_answers_a_file_and_continues_where_it_was_cut(tmp_path, eng
     out = tmp_path / "out.jsonl"
     flags = [f"--checkpoint={tmp_path}", f"--prompts={tmp_path / 'p.jsonl'}", f"--output={out}"]
     flags += ["--dtype=float32", "--max_tokens=5", "--temperature=0", "--batch=1", "--logprobs"]
+    done = serve(*flags, "--mesh=fsdp=1,seq=2", cache=tmp_path / "cache")
+    assert done.returncode == 1 and "mesh.seq=2" in done.stderr and not out.exists(), done.stderr
     done = serve(*flags, cache=tmp_path / "cache")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "3 rows, 7 tokens" in done.stderr and done.stdout == ""

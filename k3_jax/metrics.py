@@ -1,4 +1,4 @@
-"""What a run tells: a line, a progress bar, `metrics.jsonl` and TensorBoard."""
+"""What a run tells: a line, a progress bar, `run.json`, `metrics.jsonl` and TensorBoard."""
 
 import json
 import math
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from k3_jax.checkpoint.zarr import replace_text
 from k3_jax.chips import peak_flops
-from k3_jax.config import TrainConfig
+from k3_jax.config import TrainConfig, to_dict
 from k3_jax.flops import train_flops_per_token
 
 
@@ -24,7 +25,7 @@ class Metrics:
     """
 
     def __init__(self, workdir, config: TrainConfig, start: int):
-        self._config, self._start = config, start
+        self._workdir, self._config, self._start = epath.Path(workdir), config, start
         self._is_first = jax.process_index() == 0
         self._flops = train_flops_per_token(config.model, config.data.seq_len)
         self._since, self._tokens = time.monotonic(), 0
@@ -34,7 +35,7 @@ class Metrics:
         self._bar = Progress(*columns, console=self._console, disable=not is_shown, transient=True)
         self._task = self._bar.add_task("training", total=config.steps, completed=start)
         if self._is_first:
-            path = epath.Path(workdir) / "metrics.jsonl"
+            path = self._workdir / "metrics.jsonl"
             kept = []
             if path.exists():
                 lines = path.read_text().splitlines()
@@ -43,6 +44,15 @@ class Metrics:
             self._file = path.open("a")
             self._board = SummaryWriter(str(workdir), purge_step=start + 1)
         self._bar.start()
+
+    def begin(self, n_params: int, n_devices: int) -> None:
+        """Say what runs on what, and keep it in `run.json`, where `k3_jax.report` finds it."""
+        devices = f"{n_devices} x {jax.devices()[0].device_kind}"
+        self.say(f"{n_params:,} parameters on {devices}")
+        self.say(f"going on from step {self._start}" if self._start else "from the start")
+        if self._is_first:
+            about = {"parameters": n_params, "devices": devices, "config": to_dict(self._config)}
+            replace_text(self._workdir / "run.json", json.dumps(about, indent=1) + "\n")
 
     def say(self, text: str) -> None:
         """One line for people, above the progress bar."""

@@ -217,11 +217,16 @@ def _frame(ax, panel: Panel) -> list[str]:
         room = 0.08 * (high - low)
         ax.set_ylim(low - room, high + room)
         n = (values > high + room).sum()
-        notes.append(f"Points of {name} above the frame: {n:,}, up to {top:.4g}.")
+        notes.append(f"Points of {name} above the frame: {n:,}, up to {brief(top)}.")
     elif panel.scale == "zero":
         top = 1.08 * top if top > 0 else 1
         ax.set_ylim(-0.03 * top, top)
     return notes
+
+
+def brief(number: float) -> str:
+    """A number in as many digits as a reader wants."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def _plain(value, _=None) -> str:

@@ -31,9 +31,11 @@ th, td { text-align: left; vertical-align: top; padding: 0.15rem 1rem 0.15rem 0;
 th { font-weight: normal; width: 45%; }
 td { font-variant-numeric: tabular-nums; }
 .sections { columns: 2 18rem; column-gap: 2rem; }
-.sections th { width: 65%; }
+.sections th { width: 58%; }
 .sections h3:first-child { margin-top: 0; }
-@media print { nav { display: none; } body { max-width: none; padding: 0; font-size: 10pt; } }
+@page { margin: 15mm; }
+@media print { nav { display: none; } body { max-width: none; padding: 0; font-size: 10pt; }
+  figure svg { max-height: 21cm; } }
 """
 
 

@@ -286,9 +286,7 @@ def time_spent(record: Record) -> Part:
     total = sum(seconds.values()) or 1
     unit, label = (3600, "hours") if total > 7200 else (1, "seconds")
     values = {what: x / unit for what, x in seconds.items()}
-    amounts = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in values.values()]
-    parts = [f"{x / total:.1%}" for x in seconds.values()]
-    told = [f"{x} ({part})" for x, part in zip(amounts, parts, strict=True)]
+    told = [f"{figures.brief(x / unit)} ({x / total:.1%})" for x in seconds.values()]
     goodput = record.last("goodput")
     caption = (
         "Where the time of the run went, restarts included. Healthy: productive steps take nearly "

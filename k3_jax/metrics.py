@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from k3_jax.checkpoint.zarr import replace_text
 from k3_jax.chips import peak_flops
 from k3_jax.config import TrainConfig, to_dict
 from k3_jax.flops import train_flops_per_token
+from k3_jax.report.record import describe
 
 
 class Metrics:
@@ -46,13 +46,12 @@ class Metrics:
         self._bar.start()
 
     def begin(self, n_params: int, n_devices: int) -> None:
-        """Say what runs on what, and keep it in `run.json`, where `k3_jax.report` finds it."""
+        """Say what runs on what, also to `k3_jax.report`."""
         devices = f"{n_devices} x {jax.devices()[0].device_kind}"
         self.say(f"{n_params:,} parameters on {devices}")
         self.say(f"going on from step {self._start}" if self._start else "from the start")
         if self._is_first:
-            about = {"parameters": n_params, "devices": devices, "config": to_dict(self._config)}
-            replace_text(self._workdir / "run.json", json.dumps(about, indent=1) + "\n")
+            describe(self._workdir, n_params, devices, to_dict(self._config))
 
     def say(self, text: str) -> None:
         """One line for people, above the progress bar."""

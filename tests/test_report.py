@@ -1,6 +1,5 @@
 """The report of a run: what it draws, what it says where it cannot, and that it stands alone."""
 
-import functools
 import html.parser
 import json
 import re
@@ -13,10 +12,9 @@ import pytest
 import train_config
 
 from k3_jax.config import TrainConfig, from_dict, to_dict
-from k3_jax.metrics import Metrics
 from k3_jax.report.figures import POINTS, VARIABLES, running_mean, thinned
 from k3_jax.report.page import CSS, write
-from k3_jax.report.record import KEPT_LISTS, read
+from k3_jax.report.record import KEPT_LISTS, describe, read
 from k3_jax.report.sections import half_life
 
 ROOT = Path(__file__).parent.parent
@@ -117,25 +115,19 @@ def full_line(step: int) -> dict:
     }
 
 
-def run_of(folder, lines, tail="", about=None):
+def run_of(folder, lines, tail=""):
     """A run's folder with these lines and, after them, some text."""
     folder.mkdir(exist_ok=True)
     text = "".join(json.dumps(x) + "\n" for x in lines)
     (folder / "metrics.jsonl").write_text(text + tail)
-    if about is not None:
-        (folder / "run.json").write_text(json.dumps(about))
     return folder
 
 
-@functools.cache
-def configured() -> TrainConfig:
-    values = train_config.get_config().to_dict()
-    return from_dict(TrainConfig, values)
-
-
 def test_a_full_run_is_drawn_whole_on_a_page_that_stands_alone(tmp_path):
-    about = {"parameters": 12345, "devices": "8 x TPU7x", "config": to_dict(configured())}
-    run = run_of(tmp_path / "a<b>&c", [full_line(i) for i in range(1, 11)], about=about)
+    run = run_of(tmp_path / "a<b>&c", [full_line(i) for i in range(1, 11)])
+    config = to_dict(from_dict(TrainConfig, train_config.get_config().to_dict()))
+    describe(run, 12345, "8 x TPU7x", config)
+    assert read(run).about["config"] == config and read(run).config("optim.b1") == 0.9
     page = Page(write(run))
     drawn = {title: n for title, n in SECTIONS.items() if n}
     assert page.figures == drawn and not page.missing
@@ -143,7 +135,12 @@ def test_a_full_run_is_drawn_whole_on_a_page_that_stands_alone(tmp_path):
         page.source.count("<figcaption>") == page.source.count("Healthy: ") == sum(drawn.values())
     )
     assert "<title>a&lt;b&gt;&amp;c</title>" in page.source
-    for words in ("12,345 parameters", "8 x TPU7x", "muon_per_head", "64k from step 6"):
+    for words in (
+        "12,345 parameters, 2 layers of width 32",
+        "8 x TPU7x",
+        "muon_per_head",
+        "64k from step 6",
+    ):
         assert words in page.text
     for label in ("loss, nats per token", "half-life, tokens", "tokens per second", "step", "64k"):
         assert label in page.text, label
@@ -255,20 +252,6 @@ def test_half_lives():
     found = half_life(np.array([0.5, 0.25, 0.5**0.01, 1.0, 0.0]))
     np.testing.assert_allclose(found[:3], [1, 0.5, 100], rtol=1e-6)
     assert found[3] > 1e6 and np.isfinite(found).all() and found[4] < 0.02
-
-
-def test_what_metrics_writes_is_what_the_report_reads(tmp_path):
-    metrics = Metrics(tmp_path, configured(), start=0)
-    metrics.begin(2_611_714, 8)
-    loss = {"loss": 3.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 256, "skipped": 0}
-    metrics.step(1, loss | {"load_max_layers": [1.5]})
-    metrics.held_out(1, {"heldout_loss": 3.25, "heldout_bits_per_byte": 4.75})
-    metrics.close()
-    record = read(tmp_path)
-    assert record.last("loss") == 3.5 and record.last("heldout_loss") == 3.25
-    assert record.about["config"] == to_dict(configured()) and record.config("optim.b1") == 0.9
-    page = Page(write(tmp_path))
-    assert "2,611,714 parameters, 2 layers of width 32" in page.text and "8 x cpu" in page.text
 
 
 @pytest.mark.parametrize(

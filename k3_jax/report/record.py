@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from k3_jax.checkpoint.zarr import replace_text
+
 KEPT_LISTS = 256  # lines of a key whose values are lists: a map is no wider than that
 
 
@@ -52,6 +54,13 @@ class Record:
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return default if found is None else found
+
+
+def describe(directory, n_params: int, devices: str, config: dict) -> None:
+    """Write `run.json`. It is called so because a folder with a `config.json` is taken for one in
+    the released format."""
+    about = {"parameters": n_params, "devices": devices, "config": config}
+    replace_text(epath.Path(directory) / "run.json", json.dumps(about, indent=1) + "\n")
 
 
 def read(directory) -> Record:

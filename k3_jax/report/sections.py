@@ -182,9 +182,10 @@ def sources(record: Record) -> Part:
     if not found:
         return missing(*keys.values())
     caption = (
-        "Mean weight that a layer gives each of its sources at the last such step; rows add up to "
-        "1. Healthy: several sources in use, different ones in different layers. All equal is an "
-        "untrained model; one column alone means that the other blocks are not read."
+        "Mean weight that a layer gives each of its sources at the last such step: 0 is the "
+        "embedding, then the sums of earlier blocks, and last the running sum of its own. Healthy: "
+        "several sources in use, different ones in different layers. All equal is an untrained "
+        "model; one column alone means that the other blocks are not read."
     )
     n_sources = max(part.shape[1] for part in found.values())
     parts = [
@@ -246,14 +247,14 @@ def decay_over_steps(record: Record) -> Part:
 
 def scales(record: Record) -> Part:
     given = [
-        ("health/activation_rms", "Activations", "layer", "root mean square", dict(log=True)),
-        ("health/gradient_rms", "Gradients", "layer", "root mean square", dict(log=True)),
-        ("health/situ_saturation", "SiTU-GLU, saturated inputs", "layer", "share", {}),
+        ("health/activation_rms", "Running sum after a layer", "layer", "rms", dict(log=True)),
+        ("health/gradient_rms", "Gradient of a layer's weights", "layer", "rms", dict(log=True)),
+        ("health/situ_saturation", "Saturated gates of SiTU-GLU", "layer", "share", {}),
     ]
     caption = (
-        "Healthy: neighbouring layers alike and no row that grows from one map column to the next; "
-        "gradients that vanish in the first layers or activations that double again and again "
-        "come before a loss that diverges."
+        "Root mean squares and shares. Healthy: neighbouring layers alike, and no row that grows "
+        "on and on; gradients that vanish in the first layers, or sums that double again and "
+        "again, come before a loss that diverges."
     )
     return drawn_maps(record, given, caption)
 
@@ -269,9 +270,8 @@ def speed(record: Record) -> Part:
         Panel("goodput, share of time", present(record, ("goodput", "goodput")), "zero"),
     ]
     caption = (
-        "Of the steps alone, without saves and evaluations. Healthy: flat from the second point on "
-        "(the first holds compilation); a dip that comes back at equal distances is something that "
-        "the loop waits for."
+        "Of the steps alone, without saves and evaluations. Healthy: flat, from the second point "
+        "on at the latest; dips at equal distances are something that the loop waits for."
     )
     return drawn_curves(record, panels, caption, "tokens_per_second")
 
@@ -289,8 +289,8 @@ def time_spent(record: Record) -> Part:
     told = [f"{figures.brief(x / unit)} ({x / total:.1%})" for x in seconds.values()]
     goodput = record.last("goodput")
     caption = (
-        "Where the time of the run went, restarts included. Healthy: productive steps take nearly "
-        "all of it, the more so the longer the run."
+        "Where the time of all starts of the run went; restart is starting, restoring and making "
+        "steps again. Healthy: productive steps take nearly all of it, the more the longer the run."
     )
     if goodput is not None:
         caption += f" Goodput: {goodput:.1%}."

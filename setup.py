@@ -35,6 +35,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         "serve": ["starlette", "uvicorn"],
-        "test": ["fsspec", "hypothesis", "pytest", "pytest-xdist", "ruff"],
+        "report": ["matplotlib>=3.10"],
+        "test": ["fsspec", "hypothesis", "matplotlib>=3.10", "pytest", "pytest-xdist", "ruff"],
     },
 )

@@ -1,4 +1,4 @@
-"""What a run tells: a line, a progress bar, `metrics.jsonl` and TensorBoard."""
+"""What a run tells: a line, a progress bar, `run.json`, `metrics.jsonl` and TensorBoard."""
 
 import json
 import math
@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from tensorboardX import SummaryWriter
 
 from k3_jax.chips import peak_flops
-from k3_jax.config import TrainConfig
+from k3_jax.config import TrainConfig, to_dict
 from k3_jax.flops import train_flops_per_token
+from k3_jax.report.record import describe
 
 
 class Metrics:
@@ -24,7 +25,7 @@ class Metrics:
     """
 
     def __init__(self, workdir, config: TrainConfig, start: int):
-        self._config, self._start = config, start
+        self._workdir, self._config, self._start = epath.Path(workdir), config, start
         self._is_first = jax.process_index() == 0
         self._flops = train_flops_per_token(config.model, config.data.seq_len)
         self._since, self._tokens = time.monotonic(), 0
@@ -34,7 +35,7 @@ class Metrics:
         self._bar = Progress(*columns, console=self._console, disable=not is_shown, transient=True)
         self._task = self._bar.add_task("training", total=config.steps, completed=start)
         if self._is_first:
-            path = epath.Path(workdir) / "metrics.jsonl"
+            path = self._workdir / "metrics.jsonl"
             kept = []
             if path.exists():
                 lines = path.read_text().splitlines()
@@ -43,6 +44,14 @@ class Metrics:
             self._file = path.open("a")
             self._board = SummaryWriter(str(workdir), purge_step=start + 1)
         self._bar.start()
+
+    def begin(self, n_params: int, n_devices: int) -> None:
+        """Say what runs on what, also to `k3_jax.report`."""
+        devices = f"{n_devices} x {jax.devices()[0].device_kind}"
+        self.say(f"{n_params:,} parameters on {devices}")
+        self.say(f"going on from step {self._start}" if self._start else "from the start")
+        if self._is_first:
+            describe(self._workdir, n_params, devices, to_dict(self._config))
 
     def say(self, text: str) -> None:
         """One line for people, above the progress bar."""

@@ -174,7 +174,7 @@ def test_a_run_tells_what_it_is_documented_to_tell(straight):
     assert [x["step"] for x in held_out(straight)] == [6, 12]
     assert held_out(straight)[0].keys() == {"step", "heldout_loss", "heldout_bits_per_byte"}
     (events,) = straight.glob("events.out.tfevents.*")
-    assert b"heldout_loss" in events.read_bytes()
+    assert b"heldout_loss" in events.read_bytes() and (straight / "run.json").exists()
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(documents, straight, tmp_path):

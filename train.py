@@ -19,9 +19,9 @@ from ml_collections import config_flags
 
 from k3_jax import compile_only
 from k3_jax.checkpoint.store import CheckpointError, Store
-from k3_jax.checks import check_run
-from k3_jax.config import TrainConfig, from_dict, to_dict
-from k3_jax.data.loader import Loader, heldout_batches
+from k3_jax.checks import check_stages
+from k3_jax.config import TrainConfig, current, from_dict, planned, to_dict
+from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
 from k3_jax.metrics import Metrics
 from k3_jax.optim import make_optimizer, schedule
@@ -47,9 +47,8 @@ def main(_):
     try:
         config = from_dict(TrainConfig, CONFIG.value)
         if COMPILE_ONLY.value:
-            found = compile_only.train_report(config, TOPOLOGY.value)
-            path = f"{WORKDIR.value}/compile_only.json"
-            return compile_only.tell(path, {"step of training": found})
+            found = compile_only.train_reports(config, TOPOLOGY.value)
+            return compile_only.tell(f"{WORKDIR.value}/compile_only.json", found)
         if PROCESSES.value:
             join(PROCESSES.value)
         run(config, WORKDIR.value)
@@ -63,20 +62,22 @@ def run(config: TrainConfig, workdir: str):
     jax.set_mesh(mesh)
     here = row_share(mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    check_run(config, mesh, tokenizer.vocab_size, here[1])
-    loader = Loader(config.data, tokenizer, process=here[0], n_processes=here[1])
+    check_stages(config, mesh, tokenizer.vocab_size, here[1])
+    stages, now = planned(config), current(config)
+    loader = StagedLoader(stages, tokenizer, *here)
     held_out = None
     if config.eval_every:
         batches = heldout_batches(config.data, tokenizer, *here, config.eval_batches)
         held_out = HeldOut(config, batches, tokenizer, mesh)
 
     # State and step
-    tx = make_optimizer(config.optim, config.steps)
+    n_steps = stages[-1].last
+    tx = make_optimizer(config.optim, n_steps, stages)
     store = Store(f"{workdir}/checkpoints", keep=config.keep)
     state, start = restore_or_init(config, tx, store, loader)
-    learning_rate = schedule(config.optim, config.steps)
-    bound = functools.partial(train_step, config=config, tx=tx, learning_rate=learning_rate)
-    step_fn = jax.jit(bound, donate_argnums=0)
+    learning_rate = schedule(config.optim, n_steps, stages)
+    bound = functools.partial(train_step, tx=tx, learning_rate=learning_rate)
+    step_fn = jax.jit(bound, donate_argnums=0, static_argnames="config")
 
     # Loop
     metrics, stop = Metrics(workdir, config, start), StopSignal()
@@ -84,21 +85,24 @@ def run(config: TrainConfig, workdir: str):
     metrics.begin(n_params, mesh.size)
     pending = None
     with contextlib.closing(loader), contextlib.closing(metrics), store:
-        for step in range(start + 1, config.steps + 1):
-            batch = {k: micro_batches(v, config.accumulate, mesh) for k, v in next(loader).items()}
-            state, values = step_fn(state, batch)
+        for stage, step in ((s, i) for s in now for i in s.steps_after(start)):
+            c, rows = stage.config, loader.rows(stage)
+            batch = {k: micro_batches(v, c.accumulate, mesh) for k, v in rows.items()}
+            state, values = step_fn(state, batch, config=c)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
             is_stopping = stop.is_set  # read once: a later signal stops the step after this one
-            is_last = step == config.steps or is_stopping
+            is_last = step == stage.last or is_stopping
             if is_last or (config.save_every and step % config.save_every == 0):
                 meta = {"config": to_dict(config)}
                 with metrics.pause():
                     store.save(step, nest(named_leaves(state)), loader.state(), meta)
-            if held_out and (step == config.steps or step % config.eval_every == 0):
+            is_evaluated = held_out and (step == stage.last or step % config.eval_every == 0)
+            if is_evaluated or step == stage.last:
                 report(metrics, pending, config)
                 pending = None
+            if is_evaluated:
                 with metrics.pause():
                     metrics.held_out(step, held_out(state.model))
             if is_stopping:
@@ -114,9 +118,12 @@ def restore_or_init(config, tx, store, loader):
     shapes = nest(named_leaves(abstract))
     store.prepare(shapes)
     restored = store.restore(shapes)
+    step, begin = restored.step if restored else 0, current(config)[0].first - 1
+    if step < begin:
+        raise ValueError(f"stage={config.stage!r} goes on from step {begin}, not from {step}")
     if restored is None:
         return make(), 0
-    loader.restore(restored.data_state)
+    loader.restore(restored.step, restored.data_state)
     return with_leaves(abstract, flatten(restored.state)), restored.step
 
 

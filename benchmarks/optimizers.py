@@ -38,16 +38,16 @@ NAMES = ("adamw", "muon", "muon_per_head")
 
 
 def planned(config: TrainConfig, tokens: int) -> TrainConfig:
-    """The configuration for this many tokens; at most a tenth of the steps warm up."""
+    """The configuration for this many tokens, without stages; at most a tenth of the steps warm
+    up."""
     steps = tokens // (config.data.batch * config.data.seq_len)
     if steps < 10:
         raise ValueError(
             f"--tokens={tokens} are {steps} steps of data.batch={config.data.batch} rows of "
             f"data.seq_len={config.data.seq_len}; at least 10 are needed"
         )
-    warmup = min(config.optim.warmup_steps, steps // 10)
-    optim = dataclasses.replace(config.optim, warmup_steps=warmup)
-    return dataclasses.replace(config, steps=steps, optim=optim)
+    optim = dataclasses.replace(config.optim, warmup_ratio=min(config.optim.warmup_ratio, 0.1))
+    return dataclasses.replace(config, steps=steps, optim=optim, stages=(), stage="")
 
 
 def open_results(path: Path, config: TrainConfig) -> dict:

@@ -3,8 +3,14 @@
     python train.py --config configs/k3.py --workdir DIR
 
 asks for a pod; what does not fit the machine is refused before anything is built. As a table of
-sizes it works anywhere: `tests/test_shapes.py` builds its shapes without memory. The report does
-not publish learning rate, batch or token count: those here are placeholders to be set.
+sizes it works anywhere: `tests/test_shapes.py` builds its shapes without memory.
+
+Of training the report publishes the four lengths of rows, 8K and 64K in pre-training, 256K and 1M
+in cooldown (sections 3.3, 3.4), a cosine with 1 % of warm-up, and weight decay 0.1. Learning rate,
+batches, tokens of any stage, the mixture, how long documents were upsampled, and whether the
+cooldown had a learning rate of its own are not published: placeholders here, to be set. Batches are
+rows for `mesh.expert=64`; the longer ones want `mesh.seq` above 1, so each stage is a command of
+its own, `--config.stage=NAME` with its mesh.
 """
 
 from ml_collections import ConfigDict
@@ -51,7 +57,7 @@ def get_config() -> ConfigDict:
         ),
     )
     config.data = dict(
-        sources=dict(text=dict(format="text", glob="", field="text", weight=1.0)),
+        sources=dict(text=dict(format="text", glob="", field="text", weight=1.0, lengths=dict())),
         tokenizer="tiktoken.model",
         seq_len=8192,
         batch=1024,
@@ -63,8 +69,10 @@ def get_config() -> ConfigDict:
     config.optim = dict(
         name="muon_per_head",
         learning_rate=2e-4,
+        schedule="cosine",
+        warmup_ratio=0.01,
         final_ratio=0.1,
-        warmup_steps=1000,
+        decay_ratio=0.1,
         b1=0.9,
         b2=0.95,
         eps=1e-8,
@@ -77,7 +85,7 @@ def get_config() -> ConfigDict:
         qk_clip=100.0,
     )
     config.mesh = dict(data=1, fsdp=-1, expert=64, seq=1, tensor=1, slices=1)
-    config.steps = 100_000
+    config.steps = 0
     config.seed = 0
     config.accumulate = 1
     config.z_loss = 0.0
@@ -88,4 +96,20 @@ def get_config() -> ConfigDict:
     config.save_every = 500
     config.keep = 3
     config.max_bad_steps = 20
+    config.stages = dict(
+        s1_8k=stage(tokens=800 * 10**9, seq_len=8 << 10, batch=1024),
+        s2_64k=stage(tokens=100 * 10**9, seq_len=64 << 10, batch=128, lengths=longer(64 << 10)),
+        s3_256k=stage(tokens=50 * 10**9, seq_len=256 << 10, batch=64, lengths=longer(256 << 10)),
+        s4_1m=stage(tokens=50 * 10**9, seq_len=1 << 20, batch=64, lengths=longer(1 << 20)),
+    )
+    config.stage = ""
     return config
+
+
+def stage(**says) -> dict:
+    return dict(accumulate=1, rates=(), mixture=dict(), lengths=dict()) | says
+
+
+def longer(seq_len: int) -> dict:
+    """Documents that fill a quarter of a row, at four bytes a token, come four times as often."""
+    return dict(long=dict(min_bytes=seq_len, times=4.0))

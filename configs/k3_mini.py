@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
         ),
     )
     config.data = dict(
-        sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0)),
+        sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0, lengths=dict())),
         tokenizer="bytes",
         seq_len=2048,
         batch=4,
@@ -61,8 +61,10 @@ def get_config() -> ConfigDict:
     config.optim = dict(
         name="muon_per_head",
         learning_rate=1e-3,
+        schedule="cosine",
+        warmup_ratio=0.15,
         final_ratio=0.1,
-        warmup_steps=50,
+        decay_ratio=0.1,
         b1=0.9,
         b2=0.95,
         eps=1e-8,
@@ -86,4 +88,6 @@ def get_config() -> ConfigDict:
     config.save_every = 160
     config.keep = 2
     config.max_bad_steps = 20
+    config.stages = dict()
+    config.stage = ""
     return config

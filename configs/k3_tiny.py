@@ -2,7 +2,8 @@
 
     python train.py --config configs/k3_tiny.py --workdir runs/tiny
 
-learns the Python standard library's source, byte by byte, on two CPU cores.
+learns the Python standard library's source, byte by byte, on two CPU cores: the released model's
+four stages scaled down to two, of which the second has longer rows and more of the long files.
 """
 
 from ml_collections import ConfigDict
@@ -49,7 +50,7 @@ def get_config() -> ConfigDict:
         ),
     )
     config.data = dict(
-        sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0)),
+        sources=dict(stdlib=dict(format="stdlib", glob="", field="", weight=1.0, lengths=dict())),
         tokenizer="bytes",
         seq_len=256,
         batch=8,
@@ -61,8 +62,10 @@ def get_config() -> ConfigDict:
     config.optim = dict(
         name="muon_per_head",
         learning_rate=3e-3,
+        schedule="cosine",
+        warmup_ratio=0.125,
         final_ratio=0.1,
-        warmup_steps=50,
+        decay_ratio=0.1,
         b1=0.9,
         b2=0.95,
         eps=1e-8,
@@ -75,7 +78,7 @@ def get_config() -> ConfigDict:
         qk_clip=100.0,
     )
     config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, slices=1)
-    config.steps = 400
+    config.steps = 0
     config.seed = 0
     config.accumulate = 1
     config.z_loss = 0.0
@@ -86,4 +89,11 @@ def get_config() -> ConfigDict:
     config.save_every = 200
     config.keep = 2
     config.max_bad_steps = 20
+    as_the_run = dict(accumulate=1, rates=(), mixture=dict(), lengths=dict())
+    long = dict(long=dict(min_bytes=32768, times=2.0))
+    config.stages = dict(
+        s1_256=as_the_run | dict(tokens=614_400, seq_len=256, batch=8),
+        s2_512=as_the_run | dict(tokens=204_800, seq_len=512, batch=4, lengths=long),
+    )
+    config.stage = ""
     return config

@@ -2,9 +2,22 @@
 
 import math
 
-from k3_jax.config import ModelConfig, TrainConfig
+from k3_jax.config import ModelConfig, TrainConfig, current
 from k3_jax.state import SLOTS
 from sharding.rules import ROWS
+
+
+def check_stages(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> None:
+    """`check_run` of all stages that are to be trained, and of held-out rows; the message says
+    which of them it is about."""
+    runs = {f"stages.{s.name}: " if s.name else "": s.config for s in current(config)}
+    if config.stages and config.eval_every:
+        runs["held-out rows: "] = config
+    for which, run in runs.items():
+        try:
+            check_run(run, mesh, vocab_size, n_processes)
+        except ValueError as e:
+            raise ValueError(f"{which}{e}") from None
 
 
 def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> None:

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checkpoint.zarr import replace_text
-from k3_jax.checks import check_run, check_serving
+from k3_jax.checks import check_serving, check_stages
 from k3_jax.chips import CHIPS, LIBTPU, LOOK_FOR_NONE, Chip
-from k3_jax.config import ModelConfig, TrainConfig, as_served, from_dict
+from k3_jax.config import ModelConfig, Stage, TrainConfig, as_served, current, from_dict
 from k3_jax.flops import decode_flops_per_token, forward_flops_per_token, train_flops_per_token
 from k3_jax.hlo import collectives, operations
 from k3_jax.model import abstract, fresh_cache
@@ -226,10 +226,16 @@ def lines(title: str, found: dict) -> list[str]:
     return out
 
 
-def train_report(config: TrainConfig, topology: str) -> dict:
-    """`report` of one training step of a run on a described slice. Raises ValueError."""
+def train_reports(config: TrainConfig, topology: str) -> dict[str, dict]:
+    """`report` of a training step of each stage of a run on a described slice, or of
+    `config.stage`. Raises ValueError."""
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=described_devices(topology))
-    check_run(config, mesh, vocab_size=0, n_processes=1)
+    check_stages(config, mesh, vocab_size=0, n_processes=1)
+    return {f"step of {s.name or 'training'}": _step_report(s, mesh) for s in current(config)}
+
+
+def _step_report(stage: Stage, mesh: jax.sharding.Mesh) -> dict:
+    config = stage.config
     data, rows = config.data, config.data.batch // config.accumulate
     with jax.set_mesh(mesh):
         tx = make_optimizer(config.optim, config.steps)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from tensorboardX import SummaryWriter
 
 from k3_jax.chips import peak_flops
-from k3_jax.config import TrainConfig, to_dict
+from k3_jax.config import Stage, TrainConfig, planned, to_dict
 from k3_jax.flops import train_flops_per_token
 from k3_jax.report.record import describe
 
@@ -21,19 +21,21 @@ from k3_jax.report.record import describe
 class Metrics:
     """Writes the same numbers for people and for programs. Only process 0 writes.
 
-    A resumed run drops the lines after the step it resumes from, which it will make again.
+    In a run of stages every line names its stage. A resumed run drops the lines after the step it
+    resumes from, which it will make again.
     """
 
     def __init__(self, workdir, config: TrainConfig, start: int):
         self._workdir, self._config, self._start = epath.Path(workdir), config, start
         self._is_first = jax.process_index() == 0
-        self._flops = train_flops_per_token(config.model, config.data.seq_len)
+        self._stages = planned(config)
+        self._n_steps = self._stages[-1].last
         self._since, self._tokens = time.monotonic(), 0
         self._console = Console(soft_wrap=True, highlight=False)
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_shown = self._is_first and sys.stdout.isatty()
         self._bar = Progress(*columns, console=self._console, disable=not is_shown, transient=True)
-        self._task = self._bar.add_task("training", total=config.steps, completed=start)
+        self._task = self._bar.add_task("training", total=self._n_steps, completed=start)
         if self._is_first:
             path = self._workdir / "metrics.jsonl"
             kept = []
@@ -62,21 +64,22 @@ class Metrics:
         """Count one finished step; every `log_every` steps, tell of it."""
         self._tokens += values["tokens"]
         self._bar.update(self._task, completed=step)
-        every = self._config.log_every
-        if not every or step % every and step != self._config.steps:
+        every, stage = self._config.log_every, self._stage(step)
+        if not every or step % every and step != stage.last:
             return
         seconds = time.monotonic() - self._since
         rate = self._tokens / seconds
-        flops = rate * self._flops / jax.device_count()
+        a_token = train_flops_per_token(self._config.model, stage.config.data.seq_len)
+        flops = rate * a_token / jax.device_count()
         values = values | {"tokens_per_second": rate, "tflops_per_device": flops / 1e12}
         peak = peak_flops()
         if peak:
             values["mfu"] = flops / peak
-        left = (self._config.steps - step) * seconds / max(step - self._start, 1)
+        left = (self._n_steps - step) * seconds / max(step - self._start, 1)
         self._since, self._tokens, self._start = time.monotonic(), 0, step
         self.write(step, values)
         self.say(
-            f"step {step}/{self._config.steps}  loss {values['loss']:.4f}  "
+            f"{self._place(step)}  loss {values['loss']:.4f}  "
             f"grad {values['grad_norm']:.3f}  lr {values['learning_rate']:.2e}  "
             f"{rate:,.0f} tokens/s  {flops / 1e12:.3g} TFLOP/s/device  "
             + (f"MFU {100 * flops / peak:.1f} %  " if peak else "")
@@ -89,9 +92,17 @@ class Metrics:
         """Tell of the held-out loss after a step."""
         self.write(step, values)
         self.say(
-            f"step {step}/{self._config.steps}  held-out loss {values['heldout_loss']:.4f}  "
+            f"{self._place(step)}  held-out loss {values['heldout_loss']:.4f}  "
             f"{values['heldout_bits_per_byte']:.4f} bits per byte"
         )
+
+    def _stage(self, step: int) -> Stage:
+        """The stage of a step."""
+        return next(s for s in self._stages if step <= s.last)
+
+    def _place(self, step: int) -> str:
+        stage = self._stage(step).name
+        return f"step {step}/{self._n_steps}" + (f"  {stage}" if stage else "")
 
     def pause(self) -> "Pause":
         """A stretch of time that tokens per second shall not count, as a context manager."""
@@ -106,7 +117,9 @@ class Metrics:
             curves = {k: v for k, v in values.items() if not isinstance(v, list)}
             # JSON has no NaN: what is not finite is null.
             finite = {k: v if math.isfinite(v) else None for k, v in curves.items()}
-            self._file.write(json.dumps({"step": step} | values | finite) + "\n")
+            stage = self._stage(step).name
+            place = {"step": step} | ({"stage": stage} if stage else {})
+            self._file.write(json.dumps(place | values | finite) + "\n")
             self._file.flush()
             for name, value in curves.items():
                 self._board.add_scalar(name, value, step)

@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,6 +51,13 @@ def row_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
             "seq * tensor divide, or be a multiple of, the devices of one process"
         )
     return shares.index(tuple(sorted(parts[jax.process_index()]))), len(shares)
+
+
+def furthest(n: int) -> int:
+    """The largest of what all processes call this with, at least 0 and below 2^61."""
+    # In two words: jax makes int32 of what travels.
+    found = multihost_utils.process_allgather(np.array(divmod(n, 1 << 30), np.int32))
+    return max(int(high) << 30 | int(low) for high, low in found.reshape(-1, 2))
 
 
 def micro_batches(local: np.ndarray, accumulate: int, mesh: jax.sharding.Mesh) -> jax.Array:

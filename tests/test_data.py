@@ -18,7 +18,7 @@ import pytest
 
 from k3_jax.config import DataConfig, SourceConfig
 from k3_jax.data import Loader, heldout_batches
-from k3_jax.data.loader import MIX_WINDOW
+from k3_jax.data.mixture import WINDOW
 from k3_jax.tokenizer import BytesTokenizer, load_tokenizer
 
 TOK = load_tokenizer("bytes")
@@ -146,14 +146,14 @@ def test_mixture_weights_hold_in_the_whole_and_in_each_row(tmp_path):
     )
     tokens = take(Loader(c, TOK), 3200)["tokens"]
     np.testing.assert_array_equal(tokens[:100], take(Loader(c, TOK), 100)["tokens"])
-    order = global_order(tokens)[:MIX_WINDOW]
-    assert len(order) == MIX_WINDOW
+    order = global_order(tokens)[:WINDOW]
+    assert len(order) == WINDOW
     counts = collections.Counter(order)
-    assert sum(counts[d] for d in a) == MIX_WINDOW * 3 // 4
+    assert sum(counts[d] for d in a) == WINDOW * 3 // 4
     assert {counts[d] for d in a} == {2, 3}  # 3072 reads of 1500 documents
     assert {counts[d] for d in b} == {0, 1}  # 1024 reads of 2000 documents
     for row in range(2):
-        docs = documents_of(tokens[:, row])[: MIX_WINDOW // 2]
+        docs = documents_of(tokens[:, row])[: WINDOW // 2]
         share = np.mean([d.startswith("a") for d in docs])
         assert abs(share - 0.75) < 4 * np.sqrt(0.75 * 0.25 / len(docs))
 

@@ -24,7 +24,7 @@ from k3_jax.tree import named_leaves, with_leaves
 from sharding import make_mesh
 from sharding.matrices import Stack, on_whole
 
-EXACT = OptimConfig(name="muon_per_head", ns_dtype="float32", warmup_steps=0)
+EXACT = OptimConfig(name="muon_per_head", ns_dtype="float32", warmup_ratio=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

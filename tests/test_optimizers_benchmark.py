@@ -44,7 +44,7 @@ def made(monkeypatch):
 def test_runs_are_made_once_and_told_by_optimizer_and_rate(config, made, tmp_path):
     """20 steps of 4 rows of 64; the last tenth of the steps is the training loss."""
     out = tmp_path / "results.json"
-    assert config.steps == 20 and config.optim.warmup_steps == 2
+    assert config.steps == 20 and config.optim.warmup_ratio == 0.1
     optimizers.compare(config, out, ["adamw"], [0], {})
     results = optimizers.compare(config, out, ["muon", "adamw"], [0, 1], {"muon": 1e-3})
     rate = config.optim.learning_rate

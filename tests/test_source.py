@@ -11,6 +11,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from k3_jax.config import SourceConfig
 from k3_jax.data import source
+from k3_jax.data.split import Split
 
 
 def opened(form, glob, field="text"):
@@ -49,6 +50,11 @@ def test_each_format_gives_back_its_documents_in_any_order(tmp_path, form):
     assert len(got) == 25
     for i in np.random.default_rng(0).permutation(25):
         assert got[i] == TEXTS[i]
+    # Of a JSON line the whole line counts.
+    lines = [len(json.dumps({"id": i % 10, "text": t})) + 1 for i, t in enumerate(TEXTS)]
+    lines = [n + (i >= 20) for i, n in enumerate(lines)]
+    sizes = lines if form == "jsonl" else [len(t.encode()) for t in TEXTS]
+    assert got.length_D.tolist() == sizes
 
 
 @pytest.mark.parametrize("line", ["aé😀\n" * 9, "é" * 31 + "\n", "x" + "😀" * 500, "x" * 64 + "\n"])
@@ -105,7 +111,7 @@ def test_the_standard_library_is_a_source_without_downloads():
 
 def held(folder):
     whole = opened("text", f"{folder}/**/*.txt")
-    part = source.Split(whole, 0.3, "holdout")
+    part = Split(whole, 0.3, "holdout")
     return {part[i] for i in range(len(part))}
 
 

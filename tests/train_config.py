@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
         prefetch=2,
     )
     config.optim = dict(
-        name="muon_per_head", learning_rate=4e-3, final_ratio=0.1, warmup_steps=2, qk_clip=100.0
+        name="muon_per_head", learning_rate=4e-3, final_ratio=0.1, warmup_ratio=1 / 6, qk_clip=100.0
     )
     config.mesh = dict(data=1, fsdp=1, expert=1)
     config.steps = 12
@@ -48,4 +48,6 @@ def get_config() -> ConfigDict:
     config.save_every = 4
     config.keep = 3
     config.max_bad_steps = 3
+    config.stages = dict()
+    config.stage = ""
     return config

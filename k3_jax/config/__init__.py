@@ -20,20 +20,36 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
 
 from k3_jax.config.mapping import from_dict, nearest, to_dict
 from k3_jax.config.model import KdaConfig, MlaConfig, ModelConfig, MoeConfig, as_served
-from k3_jax.config.run import DataConfig, MeshConfig, OptimConfig, SourceConfig, TrainConfig
+from k3_jax.config.run import (
+    DataConfig,
+    LengthConfig,
+    MeshConfig,
+    OptimConfig,
+    ShareConfig,
+    SourceConfig,
+    StageConfig,
+    TrainConfig,
+)
+from k3_jax.config.stages import Stage, current, planned
 
 __all__ = [
     "DataConfig",
     "KdaConfig",
+    "LengthConfig",
     "MeshConfig",
     "MlaConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimConfig",
+    "ShareConfig",
     "SourceConfig",
+    "Stage",
+    "StageConfig",
     "TrainConfig",
     "as_served",
+    "current",
     "from_dict",
     "nearest",
+    "planned",
     "to_dict",
 ]

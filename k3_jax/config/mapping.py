@@ -69,7 +69,7 @@ def to_dict(config) -> dict:
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(value):
             value = to_dict(value)
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        elif any(dataclasses.is_dataclass(item) for item in typing.get_args(f.type)):
             value = {v.name: {k: x for k, x in to_dict(v).items() if k != "name"} for v in value}
         elif isinstance(value, tuple):
             value = list(value)

@@ -4,8 +4,28 @@ from dataclasses import dataclass
 
 from k3_jax.config.mapping import check_choice
 from k3_jax.config.model import ModelConfig
+from k3_jax.config.stages import planned
 
 MIN_SEQ_LEN = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthConfig:
+    """A source's documents of `min_bytes` or more are each drawn `times` as often as its shortest.
+
+    Of several entries the largest that a document reaches counts. Bytes are those in the file: of
+    a JSON line, the whole line. The report does not say how long documents were upsampled.
+    """
+
+    name: str
+    min_bytes: int
+    times: float
+
+    def __post_init__(self):
+        if self.min_bytes < 1 or not self.times > 0:
+            raise ValueError(
+                f"min_bytes={self.min_bytes} must be at least 1, and times={self.times} above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +35,8 @@ class SourceConfig:
     `format` is one of "stdlib" (the running Python's own standard library source files; `glob` is
     ignored), "text" (one document a file), "jsonl" and "parquet" (one document a record, in
     `field`), "array_record" (one UTF-8 document a record) and "files" (`glob` names directories
-    whose source files are read).
+    whose source files are read). `weight` is a share of documents, which `lengths` divides among
+    those of different lengths.
     """
 
     name: str
@@ -23,6 +44,7 @@ class SourceConfig:
     glob: str = ""
     field: str = "text"
     weight: float = 1.0
+    lengths: tuple[LengthConfig, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +68,42 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShareConfig:
+    """The weight of one of `data.sources` in a stage."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """A part of a run with rows of its own: `tokens` in steps of `batch` rows of `seq_len`, the
+    last step whole. `name` begins with its place in the run: s1_short, s2_long.
+
+    `rates`, (from, to) in multiples of `optim.learning_rate`, opens a new curve of the learning
+    rate, which goes on through later stages until one opens another. `mixture` names the sources of
+    this stage, empty all of `data`; `lengths` is in place of theirs, empty as they say. A source
+    goes on after the documents that were read. Of all this the report says the lengths of rows.
+    """
+
+    name: str
+    tokens: int
+    seq_len: int
+    batch: int
+    accumulate: int = 1
+    rates: tuple[float, ...] = ()
+    mixture: tuple[ShareConfig, ...] = ()
+    lengths: tuple[LengthConfig, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Linear warm-up and cosine decay, gradients clipped by their global norm.
+    """The update, its learning rate over steps, gradients clipped by their global norm.
+
+    The rate rises linearly over `warmup_ratio` of the steps. Then `schedule`: "cosine" falls to
+    `final_ratio` of it at the last step, "wsd" holds it and falls linearly in the last
+    `decay_ratio` of the steps, "constant" holds it. Report section 3.2: cosine, 1 % warm-up; how
+    far it falls and what its WSD was like, it does not say.
 
     `name`: "muon_per_head" (attention's queries, keys and values head by head, other matrices
     whole), "muon" (all matrices whole) or "adamw". Both Muons leave what is no matrix of a layer
@@ -58,8 +114,10 @@ class OptimConfig:
 
     name: str = "muon_per_head"
     learning_rate: float = 3e-4
+    schedule: str = "cosine"
+    warmup_ratio: float = 0.01
     final_ratio: float = 0.1
-    warmup_steps: int = 100
+    decay_ratio: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -96,6 +154,10 @@ class TrainConfig:
 
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
     skipped steps in a row. `eval_every`, `save_every` and `log_every` are in steps; 0 is never.
+
+    With `stages` each of them says its rows and its length, `steps` is 0, and `data.batch` rows of
+    `data.seq_len` are held-out rows alone: the same in all stages, so that their loss is one curve.
+    Each stage ends like a run: evaluated, saved. `stage` names the only one that is trained now.
     """
 
     model: ModelConfig
@@ -113,6 +175,8 @@ class TrainConfig:
     save_every: int = 100
     keep: int = 3
     max_bad_steps: int = 20
+    stages: tuple[StageConfig, ...] = ()
+    stage: str = ""
 
     def __post_init__(self):
         check_train(self)
@@ -123,6 +187,12 @@ def check_optim(c: OptimConfig) -> None:
     check_choice("optim.name", c.name, ("muon_per_head", "muon", "adamw"))
     check_choice("optim.momentum_dtype", c.momentum_dtype, ("bfloat16", "float32"))
     check_choice("optim.ns_dtype", c.ns_dtype, ("bfloat16", "float32"))
+    check_choice("optim.schedule", c.schedule, ("cosine", "wsd", "constant"))
+    if not 0 <= c.warmup_ratio <= 1 or not 0 <= c.decay_ratio <= 1 or not c.final_ratio >= 0:
+        raise ValueError(
+            f"optim.warmup_ratio={c.warmup_ratio} and optim.decay_ratio={c.decay_ratio} are shares "
+            f"of the steps, 0 to 1; optim.final_ratio={c.final_ratio} must be at least 0"
+        )
     if not 0 <= c.momentum < 1:
         raise ValueError(f"optim.momentum={c.momentum} is not in [0, 1)")
     if not c.qk_clip >= 0:
@@ -144,7 +214,9 @@ def check_train(c: TrainConfig) -> None:
             f"moe.balance={m.balance!r} needs an expert that is not chosen, but moe.n_active="
             f"{m.n_active} of moe.n_experts={m.n_experts}; set moe.balance='none'"
         )
-    if c.steps < 1 or c.accumulate < 1 or d.batch < 1:
+    if c.stages:
+        check_stages(c)
+    elif c.steps < 1 or c.accumulate < 1 or d.batch < 1:
         raise ValueError(
             f"steps={c.steps}, accumulate={c.accumulate}, data.batch={d.batch} must be at least 1"
         )
@@ -156,9 +228,43 @@ def check_train(c: TrainConfig) -> None:
         raise ValueError(
             f"data.seq_len={d.seq_len} is shorter than one KDA chunk of {MIN_SEQ_LEN} tokens"
         )
-    if c.optim.warmup_steps > c.steps:
-        raise ValueError(f"optim.warmup_steps={c.optim.warmup_steps} exceeds steps={c.steps}")
     if d.interleave < 1:
         raise ValueError(f"data.interleave={d.interleave} must be at least 1")
     if not d.sources:
         raise ValueError("data.sources is empty: name at least one source")
+    for section in (*d.sources, *c.stages):
+        if len({entry.min_bytes for entry in section.lengths}) < len(section.lengths):
+            raise ValueError(f"lengths of {section.name!r} repeat a min_bytes")
+
+
+def check_stages(c: TrainConfig) -> None:
+    """Refuse, by its name, a stage that cannot work."""
+    if c.steps or c.accumulate != 1:
+        raise ValueError(
+            f"steps={c.steps} and accumulate={c.accumulate} are of a run without stages: each "
+            "stage says its own; set steps=0 and accumulate=1"
+        )
+    check_choice("stage", c.stage, ("", *(s.name for s in c.stages)))
+    for s in c.stages:
+        if not 1 <= s.batch * s.seq_len <= s.tokens:
+            raise ValueError(
+                f"stages.{s.name}: tokens={s.tokens} are less than a step of batch={s.batch} rows "
+                f"of seq_len={s.seq_len}"
+            )
+        if len(s.rates) not in (0, 2) or s.rates and not (s.rates[0] > 0 <= s.rates[1]):
+            raise ValueError(f"stages.{s.name}.rates={s.rates} is neither () nor (from > 0, to)")
+        if s.rates and c.optim.schedule == "constant" and s.rates[0] != s.rates[1]:
+            raise ValueError(
+                f"stages.{s.name}.rates={s.rates} differ, which optim.schedule='constant' does not"
+            )
+        for share in s.mixture:
+            names = tuple(source.name for source in c.data.sources)
+            check_choice(f"stages.{s.name}.mixture", share.name, names)
+    stages = planned(c)
+    warmup = c.optim.warmup_ratio * stages[-1].last
+    for s in stages[1:]:
+        if s.rates and warmup >= s.first:
+            raise ValueError(
+                f"stages.{s.name}.rates begin at step {s.first}, before the end of the warm-up of "
+                f"{warmup:.0f} steps (optim.warmup_ratio={c.optim.warmup_ratio})"
+            )

@@ -1,20 +1,22 @@
 """The order of documents, the rows of this process, and the position to resume from.
 
-Order. Each source is shuffled as a whole, anew each time it repeats. Several sources are mixed by
-weight (shares of documents, not of tokens), and the mixture is shuffled again within windows of
-MIX_WINDOW documents, because a mixture is periodic and rows that read every `batch`-th document
-would otherwise meet one source each. That gives one endless list. Row stream b of the global batch
-reads its documents b, b + batch, b + 2*batch, ..., with `interleave` of them open at a time: the
-stream's rows come from them in turn. So each document is read once for each time its source
-repeats, by one row stream. Rows advance by tokens, so two rows may be in different repeats.
+Order. Sources are mixed by weight (shares of documents, not of tokens) into one endless list, in
+which each is shuffled as a whole, anew each time it repeats. A source with `lengths` is several
+here, one for each length: what is drawn oftener repeats sooner. Row stream b of the global batch
+reads documents b, b + batch, b + 2*batch, ... of the list, with `interleave` of them open at a
+time: the stream's rows come from them in turn. So each document is read once for each time its
+source repeats, by one row stream. Rows advance by tokens, so two rows may be in different repeats.
 
 Processes. Row streams belong to the batch, not to a process: process p of n holds rows
 [p*batch/n, (p+1)*batch/n). A state has one entry per row stream, hence any number of processes that
 divides the batch can take it up, and every row goes on at its next token.
+
+Stages. The list of a later stage begins, in each source, after all that any row of the stage before
+it had begun to read: nothing comes again before its source repeats. What a slower row had not come
+to by then, and the rest of documents that were open, is left out until then.
 """
 
 import concurrent.futures
-import hashlib
 import itertools
 import weakref
 
@@ -22,11 +24,12 @@ import grain
 import numpy as np
 
 from k3_jax.config import DataConfig
+from k3_jax.data.mixture import Mixture
 from k3_jax.data.pack import RowStream, Turns
-from k3_jax.data.source import Source, Split, open_source
+from k3_jax.data.source import Source, open_source
+from k3_jax.data.split import Split
 from k3_jax.tokenizer import Tokenizer
 
-MIX_WINDOW = 4096
 MAX_READERS = 16
 HELDOUT_SEED = 0
 
@@ -37,6 +40,9 @@ class Loader:
     Segments count the documents of a row from 1; rows are full. A thread builds up to
     `config.prefetch` batches ahead; `state()` never runs ahead of the last batch handed out. An
     error while reading (a bad record) is raised by `next`, and the position stays before the batch.
+
+    starts: how many documents of each part to pass over, from `starts_after` of the stage before.
+    opened: sources by name, which stages share; what is opened here is added.
     """
 
     def __init__(
@@ -48,13 +54,20 @@ class Loader:
         process: int = 0,
         n_processes: int = 1,
         seed: int | None = None,
+        starts: dict[str, int] | None = None,
+        opened: dict[str, Source] | None = None,
     ):
         seed = config.seed if seed is None else seed
         rows = _own_rows(config, process, n_processes)
-        sources = _open_sources(config)
-        documents = _mixture(sources, config, split, seed)
+        sources = _open_sources(config, {} if opened is None else opened)
+        self._config, self._starts = config, starts or {}
+        self._documents = _mixture(sources, config, split, seed, self._starts)
         self._fingerprint = _fingerprint(config, tokenizer, split, seed, sources)
-        batches = _batches(documents, rows, config.interleave, tokenizer, config)
+        if len(self._documents.names) > 1:
+            self._fingerprint["parts"] = list(self._documents.names)
+        if starts:
+            self._fingerprint["starts"] = starts
+        batches = _batches(self._documents, rows, config.interleave, tokenizer, config)
         self._batches = _Prefetch(batches, config.prefetch)
         # Runs at interpreter exit too, before the modules that Grain's own clean-up needs are gone.
         self._finalizer = weakref.finalize(self, self._batches.close)
@@ -98,6 +111,22 @@ class Loader:
                 )
         positions = {r: (states[str(r)]["turn"], states[str(r)]["streams"]) for r in rows}
         self._batches.set_state(positions)
+
+    def reached(self) -> int:
+        """How far into the list of documents any row of this process has read."""
+        furthest = 0
+        for row, (_, streams) in self._batches.get_state().items():
+            for turn, (document, token) in enumerate(streams):
+                if n_begun := document + (token > 0):
+                    last = turn + len(streams) * (n_begun - 1)
+                    furthest = max(furthest, row + self._config.batch * last + 1)
+        return furthest
+
+    def starts_after(self, n_documents: int) -> dict[str, int]:
+        """Where the next stage begins in each part when this one had reached `n_documents`, the
+        furthest of all processes. Parts that this stage did not read stay where they were."""
+        passed = self._documents.passed(n_documents)
+        return self._starts | {k: self._starts.get(k, 0) + n for k, n in passed.items()}
 
     def close(self):
         """Ends the thread. The loader is of no use afterwards."""
@@ -169,7 +198,7 @@ def heldout_batches(
     The number of batches is given and not found, so that all processes take equally many steps.
     """
     rows = _own_rows(config, process, n_processes)
-    parts = [Split(source, config.holdout, "holdout") for source in _open_sources(config)]
+    parts = [Split(source, config.holdout, "holdout") for source in _open_sources(config, {})]
     documents = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
     documents = documents.shuffle(seed=HELDOUT_SEED)
     batches = _batches(documents, rows, 1, tokenizer, config)
@@ -198,7 +227,7 @@ def _own_rows(config: DataConfig, process: int, n_processes: int) -> range:
     return range(process * n_rows, (process + 1) * n_rows)
 
 
-def _open_sources(config: DataConfig) -> list[Source]:
+def _open_sources(config: DataConfig, opened: dict[str, Source]) -> list[Source]:
     if config.seq_len < 1 or config.prefetch < 0 or not 0 <= config.holdout < 1:
         raise ValueError(
             f"data needs seq_len >= 1, prefetch >= 0 and 0 <= holdout < 1, not "
@@ -210,32 +239,21 @@ def _open_sources(config: DataConfig) -> list[Source]:
     for source in config.sources:
         if not source.weight > 0:
             raise ValueError(f"source {source.name!r}: weight {source.weight} is not above 0")
-    return [open_source(source) for source in config.sources]
+        if source.name not in opened:
+            opened[source.name] = open_source(source)
+    return [opened[source.name] for source in config.sources]
 
 
-def _mixture(sources: list[Source], config: DataConfig, split: str, seed: int) -> grain.MapDataset:
+def _mixture(sources, config: DataConfig, split: str, seed: int, starts: dict) -> Mixture:
     """The endless list of documents of the module's docstring."""
     if split not in ("train", "holdout"):
         raise ValueError(f'split {split!r} is neither "train" nor "holdout"')
-    repeated = [
-        grain.MapDataset.source(Split(source, config.holdout, split))
-        .shuffle(seed=_seed(seed, source.config.name))
-        .repeat()
-        for source in sources
-    ]
-    if len(repeated) == 1:
-        return repeated[0]
-    mixed = grain.MapDataset.mix(repeated, weights=[s.config.weight for s in sources])
-    return grain.experimental.WindowShuffleMapDataset(
-        mixed, window_size=MIX_WINDOW, seed=_seed(seed, "")
-    )
-
-
-def _seed(seed: int, name: str) -> int:
-    """31 bits that differ between sources, and between neighbouring seeds: Grain adds the number
-    of the repeat to a seed, so that seed 0 in its repeat 1 would be seed 1 in its repeat 0."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
+    parts = {}
+    for c, source in zip(config.sources, sources, strict=True):
+        for least, documents, share in Split(source, config.holdout, split).by_length(c.lengths):
+            name = f"{c.name} from {least} bytes" if least else c.name
+            parts[name] = documents, c.weight * share
+    return Mixture(parts, seed, starts)
 
 
 def _fingerprint(config, tokenizer, split, seed, sources) -> dict:
@@ -250,7 +268,10 @@ def _fingerprint(config, tokenizer, split, seed, sources) -> dict:
         "tokenizer": tokenizer.name,
         "n_sources": len(sources),
     }
-    for i, source in enumerate(sources):
-        for key, value in {"name": source.config.name, **source.fingerprint()}.items():
+    for i, (c, source) in enumerate(zip(config.sources, sources, strict=True)):
+        own = {"name": c.name, "weight": c.weight, **source.fingerprint()}
+        if c.lengths:
+            own["lengths"] = [[x.min_bytes, x.times] for x in c.lengths]
+        for key, value in own.items():
             flat[f"sources[{i}].{key}"] = value
     return flat

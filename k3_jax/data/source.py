@@ -7,6 +7,7 @@ its split.
 
 import abc
 import collections
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from absl import logging
 from etils import epath
@@ -65,8 +67,17 @@ class Source(abc.ABC):
     def _read(self, file: File, record: int) -> str:
         """Document `record` of `file`."""
 
+    @abc.abstractmethod
+    def _lengths(self, file: File) -> np.ndarray:
+        """Bytes of each document of `file`, as it lies there."""
+
     def __len__(self) -> int:
         return int(self.count_F.sum())
+
+    @functools.cached_property
+    def length_D(self) -> np.ndarray:
+        """Bytes of each document; Parquet and ArrayRecord files are read for it, once."""
+        return np.concatenate([self._lengths(file) for file in self.files])
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self):
@@ -79,7 +90,7 @@ class Source(abc.ABC):
         names = (hashlib.blake2b(f.name.encode(), digest_size=8).digest() for f in self.files)
         seed_F = np.frombuffer(b"".join(names), "<u8")
         record_D = np.arange(len(self)) - np.repeat(self.first_F, self.count_F)
-        return _mix(np.repeat(seed_F, self.count_F) + _mix(record_D.astype(np.uint64)))
+        return splitmix64(np.repeat(seed_F, self.count_F) + splitmix64(record_D.astype(np.uint64)))
 
     def fingerprint(self) -> dict:
         """What must be equal for two runs to see the same documents under the same numbers."""
@@ -90,7 +101,6 @@ class Source(abc.ABC):
         return {
             "format": c.format,
             "field": c.field,
-            "weight": c.weight,
             "documents": len(self),
             "files": digest.hexdigest(),
         }
@@ -129,6 +139,9 @@ class TextSource(Source):
         self._edges[file.name] = _part_edges(file)
         return len(self._edges[file.name]) - 1
 
+    def _lengths(self, file: File) -> np.ndarray:
+        return np.diff(self._edges[file.name])
+
     def _read(self, file: File, record: int) -> str:
         start, stop = map(int, self._edges[file.name][record : record + 2])
         return self._decode(_read_span(file, start, stop), file, f" from byte {start}")
@@ -147,6 +160,9 @@ class JsonLinesSource(Source):
         if count:
             self._read(file, 0)  # a wrong field name shows before long work starts
         return count
+
+    def _lengths(self, file: File) -> np.ndarray:
+        return np.diff(self._starts[file.name], append=file.n_bytes)
 
     def _read(self, file: File, record: int) -> str:
         start = int(self._starts[file.name][record])
@@ -194,6 +210,11 @@ class ParquetSource(Source):
         self._first_rows[file.name] = np.cumsum([0, *rows])
         return meta.num_rows
 
+    def _lengths(self, file: File) -> np.ndarray:
+        groups = range(len(self._first_rows[file.name]) - 1)
+        sizes = [pc.binary_length(self._column(file, group)) for group in groups]
+        return np.concatenate([pc.fill_null(size, 0).to_numpy() for size in sizes])
+
     def _read(self, file: File, record: int) -> str:
         first_G = self._first_rows[file.name]
         group = int(np.searchsorted(first_G, record, side="right")) - 1
@@ -229,31 +250,11 @@ class ArrayRecordSource(Source):
             return self._fail(file, f" is not an ArrayRecord file: {error}")
         return len(self._readers[file.name])
 
+    def _lengths(self, file: File) -> np.ndarray:
+        return np.array([len(record) for record in self._readers[file.name]])
+
     def _read(self, file: File, record: int) -> str:
         return self._decode(self._readers[file.name][record], file, f" record {record}")
-
-
-class Split:
-    """The documents of `source` whose hash puts them into `part` ("train" or "holdout").
-
-    A document is held out when its hash lies in the lowest `holdout` (0..1) of the hash range.
-    """
-
-    def __init__(self, source: Source, holdout: float, part: str):
-        is_held_D = source.hashes() < np.uint64(int(holdout * 2**63) * 2)
-        self._source = source
-        self._index = np.flatnonzero(is_held_D if part == "holdout" else ~is_held_D)
-        if not len(self._index):
-            raise ValueError(
-                f"source {source.config.name!r}: none of its {len(source)} documents fall into "
-                f"{part!r} with holdout={holdout}; change holdout or add documents"
-            )
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, index: int) -> str:
-        return self._source[self._index[index]]
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -391,7 +392,7 @@ def _line_number(file: File, start: int) -> int:
     return line
 
 
-def _mix(x_D: np.ndarray) -> np.ndarray:
+def splitmix64(x_D: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64: a bijection of uint64 that spreads neighbouring values."""
     x_D = x_D + np.uint64(0x9E3779B97F4A7C15)
     x_D = (x_D ^ (x_D >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from k3_jax import compile_only
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checks import check_run
-from k3_jax.config import TrainConfig, from_dict, to_dict
+from k3_jax.config import TrainConfig, from_dict, is_quantized, to_dict
 from k3_jax.data.loader import Loader, heldout_batches
 from k3_jax.evaluate import HeldOut
 from k3_jax.metrics import Metrics
@@ -76,7 +76,7 @@ def run(config: TrainConfig, workdir: str):
     state, start = restore_or_init(config, tx, store, loader)
     learning_rate = schedule(config.optim, config.steps)
     bound = functools.partial(train_step, config=config, tx=tx, learning_rate=learning_rate)
-    step_fn = jax.jit(bound, donate_argnums=0)
+    step_fn = jax.jit(bound, donate_argnums=0, static_argnames="quantized")
 
     # Loop
     metrics, stop = Metrics(workdir, config, start), StopSignal()
@@ -87,7 +87,8 @@ def run(config: TrainConfig, workdir: str):
     with contextlib.closing(loader), contextlib.closing(metrics), store:
         for step in range(start + 1, config.steps + 1):
             batch = {k: micro_batches(v, config.accumulate, mesh) for k, v in next(loader).items()}
-            state, values = step_fn(state, batch)
+            quantized = is_quantized(config.qat_from_step, step)
+            state, values = step_fn(state, batch, quantized=quantized)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
@@ -101,7 +102,7 @@ def run(config: TrainConfig, workdir: str):
                 report(metrics, pending, config)
                 pending = None
                 with metrics.pause():
-                    metrics.held_out(step, held_out(state.model))
+                    metrics.held_out(step, held_out(state.model, quantized))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break

@@ -86,4 +86,6 @@ def get_config() -> ConfigDict:
     config.save_every = 200
     config.keep = 2
     config.max_bad_steps = 20
+    # Never: the report quantises through all of post-training, and this is pre-training.
+    config.qat_from_step = 0
     return config

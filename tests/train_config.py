@@ -48,4 +48,5 @@ def get_config() -> ConfigDict:
     config.save_every = 4
     config.keep = 3
     config.max_bad_steps = 3
+    config.qat_from_step = 0
     return config

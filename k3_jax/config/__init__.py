@@ -19,8 +19,22 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
 """
 
 from k3_jax.config.mapping import from_dict, nearest, to_dict
-from k3_jax.config.model import KdaConfig, MlaConfig, ModelConfig, MoeConfig, as_served
-from k3_jax.config.run import DataConfig, MeshConfig, OptimConfig, SourceConfig, TrainConfig
+from k3_jax.config.model import (
+    KdaConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    as_quantized,
+    as_served,
+)
+from k3_jax.config.run import (
+    DataConfig,
+    MeshConfig,
+    OptimConfig,
+    SourceConfig,
+    TrainConfig,
+    is_quantized,
+)
 
 __all__ = [
     "DataConfig",
@@ -32,8 +46,10 @@ __all__ = [
     "OptimConfig",
     "SourceConfig",
     "TrainConfig",
+    "as_quantized",
     "as_served",
     "from_dict",
+    "is_quantized",
     "nearest",
     "to_dict",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from k3_jax.config.mapping import check_choice
-from k3_jax.config.model import ModelConfig
+from k3_jax.config.model import ModelConfig, as_quantized
 
 MIN_SEQ_LEN = 64
 
@@ -96,6 +96,8 @@ class TrainConfig:
 
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
     skipped steps in a row. `eval_every`, `save_every` and `log_every` are in steps; 0 is never.
+    From step `qat_from_step` on (they count from 1; 0 is never) routed experts are trained as they
+    will be served: weights MXFP4, what goes into their products MXFP8 (`k3_jax.quant.training`).
     """
 
     model: ModelConfig
@@ -113,9 +115,15 @@ class TrainConfig:
     save_every: int = 100
     keep: int = 3
     max_bad_steps: int = 20
+    qat_from_step: int = 0
 
     def __post_init__(self):
         check_train(self)
+
+
+def is_quantized(qat_from_step: int, step: int) -> bool:
+    """Whether step `step`, counted from 1, trains experts as they will be served."""
+    return 0 < qat_from_step <= step
 
 
 def check_optim(c: OptimConfig) -> None:
@@ -137,6 +145,15 @@ def check_train(c: TrainConfig) -> None:
     if c.model.moe.packed:
         raise ValueError("model.moe.packed=True: packed experts have no gradient")
     m = c.model.moe
+    if m.rounded or m.activations != "plain":
+        raise ValueError(
+            f"model.moe.rounded={m.rounded} and model.moe.activations={m.activations!r}: training "
+            "sets both from qat_from_step on"
+        )
+    if c.qat_from_step < 0:
+        raise ValueError(f"qat_from_step={c.qat_from_step} must be a step, or 0 for never")
+    if c.qat_from_step:
+        as_quantized(c.model)  # refuses what cannot be rounded
     if m.exchange == "rounds":
         raise ValueError("moe.exchange='rounds' is for inference; train with plain or balanced")
     if m.balance != "none" and m.n_active == m.n_experts and c.model.n_dense < c.model.n_layers:

@@ -43,6 +43,7 @@ BATCH = flags.DEFINE_integer("batch", 8, "rows at a time on each device", lower_
 PIECE = flags.DEFINE_integer("piece", 256, "tokens of a prompt that go in at a time", lower_bound=1)
 MAX_LENGTH = flags.DEFINE_integer("max_length", 32768, "most tokens of a prompt and its answer")
 EXPERTS = flags.DEFINE_enum("experts", "widened", ("widened", "packed"), "packed: stay MXFP4")
+ACTIVATIONS = flags.DEFINE_enum("activations", None, ("plain", "mxfp8"), "default: as trained")
 MESH = flags.DEFINE_string("mesh", "fsdp=-1", "sizes of mesh axes: data=2,expert=1,tensor=32")
 COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "compile for --topology, no more")
 TOPOLOGY = flags.DEFINE_string("topology", None, "a TPU slice that need not be here: v5p:4x4x4")
@@ -67,7 +68,7 @@ def main(argv):
     if len({COMPILE_ONLY.value, bool(TOPOLOGY.value), bool(CONFIG.value)}) > 1:
         raise app.UsageError("--compile_only, --topology and --config go together")
     sizes, limits = mesh_sizes(MESH.value), dict(piece=PIECE.value, max_length=MAX_LENGTH.value)
-    weights = DTYPE.value, EXPERTS.value == "packed"
+    weights = DTYPE.value, EXPERTS.value == "packed", ACTIVATIONS.value
     if COMPILE_ONLY.value:
         what = CONFIG.value.model, *weights, TOPOLOGY.value, sizes, BATCH.value
         return compile_only.tell(OUTPUT.value, compile_only.serve_reports(*what, **limits))
@@ -88,9 +89,8 @@ def main(argv):
     else:
         requests = reader.file(PROMPTS.value, FORMAT.value)
     made_by = [checkpoint.name, spec, DTYPE.value, MODE.value, MAX_LENGTH.value]
-    made_by += [LOGPROBS.value, FULL_LOGITS.value]
-    mesh = make_mesh(**sizes)
-    jax.set_mesh(mesh)
+    made_by += [LOGPROBS.value, FULL_LOGITS.value, checkpoint.config.moe.activations]
+    jax.set_mesh(mesh := make_mesh(**sizes))
     check_serving(checkpoint.config, mesh)
     output = Output(OUTPUT.value, requests, made_by)
     todo = [r for r in requests if r.index not in output.done]

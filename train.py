@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from k3_jax import compile_only
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checks import check_stages
-from k3_jax.config import TrainConfig, current, from_dict, planned, to_dict
+from k3_jax.config import TrainConfig, current, from_dict, is_quantized, planned, to_dict
 from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
 from k3_jax.metrics import Metrics
@@ -77,7 +77,7 @@ def run(config: TrainConfig, workdir: str):
     state, start = restore_or_init(config, tx, store, loader)
     learning_rate = schedule(config.optim, n_steps, stages)
     bound = functools.partial(train_step, tx=tx, learning_rate=learning_rate)
-    step_fn = jax.jit(bound, donate_argnums=0, static_argnames="config")
+    step_fn = jax.jit(bound, donate_argnums=0, static_argnames=("config", "quantized"))
 
     # Loop
     metrics, stop = Metrics(workdir, config, start), StopSignal()
@@ -88,7 +88,8 @@ def run(config: TrainConfig, workdir: str):
         for stage, step in ((s, i) for s in now for i in s.steps_after(start)):
             c, rows = stage.config, loader.rows(stage)
             batch = {k: micro_batches(v, c.accumulate, mesh) for k, v in rows.items()}
-            state, values = step_fn(state, batch, config=c)
+            quantized = is_quantized(config.qat_from_step, step)
+            state, values = step_fn(state, batch, config=c, quantized=quantized)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
@@ -104,7 +105,7 @@ def run(config: TrainConfig, workdir: str):
                 pending = None
             if is_evaluated:
                 with metrics.pause():
-                    metrics.held_out(step, held_out(state.model))
+                    metrics.held_out(step, held_out(state.model, quantized))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break

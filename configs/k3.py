@@ -103,6 +103,8 @@ def get_config() -> ConfigDict:
         s4_1m=stage(tokens=50 * 10**9, seq_len=1 << 20, batch=64, lengths=longer(1 << 20)),
     )
     config.stage = ""
+    # Never: the report quantises through all of post-training, and this is pre-training.
+    config.qat_from_step = 0
     return config
 
 

@@ -90,4 +90,6 @@ def get_config() -> ConfigDict:
     config.max_bad_steps = 20
     config.stages = dict()
     config.stage = ""
+    # Never: the report quantises through all of post-training, and this is pre-training.
+    config.qat_from_step = 0
     return config

@@ -96,4 +96,6 @@ def get_config() -> ConfigDict:
         s2_512=as_the_run | dict(tokens=204_800, seq_len=512, batch=4, lengths=long),
     )
     config.stage = ""
+    # Never: the report quantises through all of post-training, and this is pre-training.
+    config.qat_from_step = 0
     return config

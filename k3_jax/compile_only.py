@@ -27,7 +27,15 @@ from k3_jax.checkpoint.tree import placed
 from k3_jax.checkpoint.zarr import replace_text
 from k3_jax.checks import check_serving, check_stages
 from k3_jax.chips import CHIPS, LIBTPU, LOOK_FOR_NONE, Chip
-from k3_jax.config import ModelConfig, Stage, TrainConfig, as_served, current, from_dict
+from k3_jax.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    as_served,
+    current,
+    from_dict,
+    is_quantized,
+)
 from k3_jax.flops import decode_flops_per_token, forward_flops_per_token, train_flops_per_token
 from k3_jax.hlo import collectives, operations
 from k3_jax.model import abstract, fresh_cache
@@ -243,8 +251,10 @@ def _step_report(stage: Stage, mesh: jax.sharding.Mesh) -> dict:
         shape = (config.accumulate, rows, data.seq_len)
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, act_spec(".B")))
         batch = {"tokens": ids, "segments": ids}
+        rate = schedule(config.optim, config.steps)
+        quantized = is_quantized(config.qat_from_step, config.steps)
         step = functools.partial(
-            train_step, config=config, tx=tx, learning_rate=schedule(config.optim, config.steps)
+            train_step, config=config, tx=tx, learning_rate=rate, quantized=quantized
         )
         tokens = data.batch * data.seq_len
         return report(
@@ -261,6 +271,7 @@ def serve_reports(
     model: dict,
     dtype: str,
     is_packed: bool,
+    activations: str | None,
     topology: str,
     sizes: dict[str, int],
     rows_a_device: int,
@@ -272,7 +283,8 @@ def serve_reports(
 
     model: a `ModelConfig` as a mapping; sizes: of the mesh axes. Raises ValueError.
     """
-    config = as_served(from_dict(ModelConfig, model, "config.model"), dtype, is_packed)
+    config = from_dict(ModelConfig, model, "config.model")
+    config = as_served(config, dtype, is_packed, activations)
     mesh = make_mesh(**sizes, devices=described_devices(topology))
     check_serving(config, mesh)
     B, S = rows_a_device * mesh.size, engine.bucket(max_length, SLOTS, 4, max_length)

@@ -26,14 +26,20 @@ class HeldOut:
                 f"no document is held out (data.holdout={config.data.holdout}); raise it, or set "
                 "eval_every=0"
             )
-        self._sums = jax.jit(lambda model, rows: loss_sums(model, config, rows)[0])
+        self._sums = jax.jit(
+            lambda model, rows, quantized: loss_sums(model, config, rows, quantized)[0],
+            static_argnames="quantized",
+        )
 
-    def __call__(self, model: K3) -> dict[str, float]:
-        """{"heldout_loss": nats per token, "heldout_bits_per_byte": ...}."""
+    def __call__(self, model: K3, quantized: bool = False) -> dict[str, float]:
+        """{"heldout_loss": nats per token, "heldout_bits_per_byte": ...}.
+
+        `quantized`: of experts as they will be served.
+        """
         nats, count = 0.0, 0
         for batch in self._batches:
             rows = {k: global_rows(v, self._mesh) for k, v in batch.items()}
-            sums = jax.device_get(self._sums(model, rows))
+            sums = jax.device_get(self._sums(model, rows, quantized=quantized))
             nats, count = nats + float(sums.nats), count + int(sums.count)
         return {
             "heldout_loss": nats / count,

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from k3_jax.axes import read
 from k3_jax.balancing import figures, next_biases
-from k3_jax.config import TrainConfig
+from k3_jax.config import TrainConfig, as_quantized
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import K3, router_biases, with_router_biases
+from k3_jax.model import K3, abstract, router_biases, with_router_biases
 from k3_jax.optim.qk_clip import clip_logits, largest_of_all
+from k3_jax.tree import named_leaves, with_leaves
 
 F32 = jnp.float32
 
@@ -48,9 +49,10 @@ def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainSt
     return TrainState(model, opt, *counters)
 
 
-def loss_sums(model: K3, config: TrainConfig, batch: dict, **keep):
+def loss_sums(model: K3, config: TrainConfig, batch: dict, quantized=False, **keep):
     """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's Output, with
-    what `keep` asks of it."""
+    what `keep` asks of it. `quantized`: with experts as they will be served."""
+    model = with_quantized_experts(model) if quantized else model
     tokens_BT, segments_BT = batch["tokens"], batch["segments"]
     out = model(model.embed(tokens_BT), segments_BT, **keep)
     targets_BT, counts_BT = next_tokens(tokens_BT, segments_BT, batch.get("mask"))
@@ -58,7 +60,12 @@ def loss_sums(model: K3, config: TrainConfig, batch: dict, **keep):
     return cross_entropy(out.hidden_BTD, head_DV, targets_BT, counts_BT, chunk=chunk), out
 
 
-def objective(model: K3, batch: dict, config: TrainConfig):
+def with_quantized_experts(model: K3) -> K3:
+    """The same parameters, in a model whose experts compute as they will be served."""
+    return with_leaves(abstract(as_quantized(model.config)), named_leaves(model))
+
+
+def objective(model: K3, batch: dict, config: TrainConfig, quantized=False):
     """What is minimised, summed over targets; with it sums to be added over micro-batches (of the
     loss, and of routing) and what is kept of each (for balancing, and the largest logits).
 
@@ -69,7 +76,7 @@ def objective(model: K3, batch: dict, config: TrainConfig):
     if "mask" in batch:
         counted_BT &= batch["mask"] != 0
     keep = dict(counted_BT=counted_BT, keep_largest=clips(config))
-    sums, out = loss_sums(model, config, batch, **keep)
+    sums, out = loss_sums(model, config, batch, quantized, **keep)
     routed, required = None, None
     if (routing := out.routing) is not None:
         routed, required = (routing.n_dropped_P, routing.tally), routing.required_BTE
@@ -82,10 +89,11 @@ def clips(config: TrainConfig) -> bool:
     return config.optim.qk_clip > 0 and bool(config.model.mla_layers)
 
 
-def gradients(model: K3, batch: dict, config: TrainConfig):
+def gradients(model: K3, batch: dict, config: TrainConfig, quantized=False):
     """Sums over micro-batches [accumulate, B, T] of the objective's gradient and of what it says to
     add; and what it keeps of each."""
-    grad_fn = jax.grad(partial(objective, config=config), has_aux=True)
+    bound = partial(objective, config=config, quantized=quantized)
+    grad_fn = jax.grad(bound, has_aux=True)
     rows = {k: v[0] for k, v in batch.items()}
     if config.accumulate == 1:
         grads, (sums, kept) = grad_fn(model, rows)
@@ -95,7 +103,7 @@ def gradients(model: K3, batch: dict, config: TrainConfig):
         grads, (sums, kept) = grad_fn(model, rows)
         return jax.tree.map(jnp.add, carry, (grads, sums)), kept
 
-    _, (shapes, _) = jax.eval_shape(partial(objective, config=config), model, rows)
+    _, (shapes, _) = jax.eval_shape(bound, model, rows)
     empty = jax.tree.map(
         lambda x: jax.reshard(jnp.zeros(x.shape, x.dtype), x.sharding.spec), shapes
     )
@@ -104,14 +112,18 @@ def gradients(model: K3, batch: dict, config: TrainConfig):
     return grads, sums, kept
 
 
-def train_step(state: TrainState, batch: dict, config: TrainConfig, tx, learning_rate):
+def train_step(
+    state: TrainState, batch: dict, config: TrainConfig, tx, learning_rate, quantized=False
+):
     """One optimizer step on {"tokens": [accumulate, B, T], ...} -> the next state and metrics.
 
     The loss is the mean over all real targets of the step, however they are packed or split into
     micro-batches. The router biases, which have no gradient, become those that would have balanced
     this step. A step whose loss or gradient is not finite changes nothing but its counters.
+    `quantized`: experts compute as they will be served (`TrainConfig.qat_from_step`).
     """
-    grads, (sums, routed), (required, largest) = gradients(state.model, batch, config)
+    found = gradients(state.model, batch, config, quantized)
+    grads, (sums, routed), (required, largest) = found
     largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
     count = jnp.maximum(sums.count, 1).astype(F32)
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)

@@ -50,4 +50,5 @@ def get_config() -> ConfigDict:
     config.max_bad_steps = 3
     config.stages = dict()
     config.stage = ""
+    config.qat_from_step = 0
     return config

@@ -16,15 +16,18 @@ from k3_jax.checkpoint.hf_config import from_hf
 from k3_jax.checkpoint.safetensors import read_index
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checkpoint.to_orbax import FILES, SOURCE, STATE
+from k3_jax.checkpoint.trained import quantized_rule
 from k3_jax.checkpoint.tree import placed
 from k3_jax.config import ModelConfig, as_served, from_dict
 from k3_jax.model import K3, abstract
 from k3_jax.quant import mxfp4
 from k3_jax.quant.mxfp4 import Mxfp4
+from k3_jax.quant.training import with_whole_groups
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from pallas_kernels.experts import from_released
 
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer.json")
+EXPERTS = tuple(leaf for leaf, _ in hf.EXPERT.values())
 
 
 class Opened(NamedTuple):
@@ -43,12 +46,16 @@ class Opened(NamedTuple):
     load: Callable[[], K3]
 
 
-def open_checkpoint(path: str, dtype: str, is_packed: bool = False) -> Opened:
+def open_checkpoint(
+    path: str, dtype: str, is_packed: bool = False, activations: str | None = None
+) -> Opened:
     """The checkpoint in `path`: a training run, its checkpoints, one step, or a released one.
 
-    is_packed: experts stay MXFP4 in memory, which a converted checkpoint allows. `dtype` is what
-    other weights are kept in and matrix products use; what the release keeps in float32 stays
-    float32. Raises FileNotFoundError, ValueError or CheckpointError that say what is wrong.
+    is_packed: experts stay MXFP4 in memory, which a checkpoint allows that was converted or that
+    quantisation-aware training made. `dtype` is what other weights are kept in and matrix products
+    use; what the release keeps in float32 stays float32. `activations`: those of `MoeConfig`, by
+    default what our training had; a released checkpoint does not tell, and has "plain".
+    Raises FileNotFoundError, ValueError or CheckpointError that say what is wrong.
     """
     directory = epath.Path(path)
     if not directory.exists():
@@ -56,24 +63,26 @@ def open_checkpoint(path: str, dtype: str, is_packed: bool = False) -> Opened:
     if not directory.is_dir():
         raise NotADirectoryError(f"checkpoint {path} is a file; give the directory that holds it")
     if (directory / manifest.NAME).exists() and directory.name.isdigit():
-        return _open_ours(directory.parent, int(directory.name), dtype, is_packed)
+        return _open_ours(directory.parent, int(directory.name), dtype, is_packed, activations)
     for place in (directory / "checkpoints", directory):
         if manifest.numbered(place):
-            return _open_ours(place, None, dtype, is_packed)
+            return _open_ours(place, None, dtype, is_packed, activations)
     if (directory / "config.json").exists():
         if is_packed:
             raise ValueError(
                 f"{path} is in the released format, whose experts are widened when they are read: "
                 "convert it first (python -m k3_jax.checkpoint.convert hf-to-orbax SRC DST)"
             )
-        return _open_released(directory, dtype)
+        return _open_released(directory, dtype, activations)
     raise FileNotFoundError(
         f"checkpoint {path}: neither numbered steps of a training run (in it or in its "
         "checkpoints/) nor a config.json with safetensors files"
     )
 
 
-def _open_ours(directory: epath.Path, step: int | None, dtype: str, is_packed: bool) -> Opened:
+def _open_ours(
+    directory: epath.Path, step: int | None, dtype: str, is_packed: bool, activations: str | None
+) -> Opened:
     store = Store(directory)
     meta = store.read_meta(step)
     step = store.steps()[-1] if step is None else step
@@ -83,7 +92,9 @@ def _open_ours(directory: epath.Path, step: int | None, dtype: str, is_packed: b
     except KeyError:
         raise CheckpointError(f"{path} does not say which model it holds") from None
     trained = from_dict(ModelConfig, sizes, "config.model")
-    config, kept = (as_served(trained, dtype, packed) for packed in (False, is_packed))
+    is_quantized = bool(quantized_rule(meta, step))
+    activations = activations or ("mxfp8" if is_quantized else None)
+    config, kept = (as_served(trained, dtype, packed, activations) for packed in (False, is_packed))
     # A converted checkpoint brings the files that the released one had.
     files = path / SOURCE / FILES
     tokenizer = _tokenizer_in(files) or tokenizer or None
@@ -91,13 +102,17 @@ def _open_ours(directory: epath.Path, step: int | None, dtype: str, is_packed: b
     def load():
         model = abstract(config)
         targets = named_leaves(model)
+        experts = [name for name in targets if name.endswith(EXPERTS)] if is_quantized else []
+        masters = {name: as_master(targets[name]) for name in experts}
         with store:
-            leaves = read_leaves(store, step, targets)
+            leaves = read_leaves(store, step, targets | masters)
+        for name in experts:
+            leaves[name] = packed_as_trained(leaves[name])
         for name, leaf in list(leaves.items()):
             is_mxfp4 = isinstance(leaf, Mxfp4)
             if is_packed and is_mxfp4:
                 leaves |= for_kernel(name, leaves.pop(name))
-            elif is_packed and name.endswith(tuple(leaf for leaf, _ in hf.EXPERT.values())):
+            elif is_packed and name.endswith(EXPERTS):
                 raise ValueError(f"{path}: {name} is {leaf.dtype}, not packed")
             elif is_mxfp4:
                 leaves[name] = widened(name, leaf, targets[name])
@@ -137,6 +152,19 @@ def read_leaves(store: Store, step: int, targets: dict) -> dict[str, jax.Array |
         else Mxfp4(found.pop(f"{name}/packed"), found.pop(f"{name}/scales"))
         for name in targets
     }
+
+
+def as_master(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The leaf as training keeps it: what rounds to MXFP4 must not be rounded before."""
+    return jax.ShapeDtypeStruct(target.shape, jnp.float32, sharding=target.sharding)
+
+
+def packed_as_trained(weight: jax.Array) -> Mxfp4:
+    """Masters of quantisation-aware training as it multiplied them, in the release's order."""
+    weight = with_whole_groups(weight)
+    spec = jax.typeof(weight).sharding.spec
+    pack = jax.shard_map(mxfp4.pack_rounded, in_specs=(spec,), out_specs=(_turned(spec),) * 2)
+    return Mxfp4(*jax.jit(pack)(weight))
 
 
 def widened(name: str, weight: Mxfp4, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -199,8 +227,8 @@ def _tokenizer_in(directory: epath.Path) -> str | None:
     return str(directory) if any((directory / n).exists() for n in TOKENIZER_FILES) else None
 
 
-def _open_released(directory: epath.Path, dtype: str) -> Opened:
-    config = as_served(from_hf(directory / "config.json"), dtype)
+def _open_released(directory: epath.Path, dtype: str, activations: str | None) -> Opened:
+    config = as_served(from_hf(directory / "config.json"), dtype, activations=activations)
     tokenizer = _tokenizer_in(directory)
     # A cut file or a missing one is told before the weights are read.
     read_index(directory)

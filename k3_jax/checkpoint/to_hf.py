@@ -77,6 +77,7 @@ def convert(
     say(
         f"{step}: {len(view.tensors):,} tensors, {n_bytes:,} bytes -> {dst}: {len(files):,} files, "
         f"{len(todo):,} of them to do"
+        + ("; experts are packed as they were trained" if view.trained_rule else "")
         + ("" if view.is_exact else "; these are not the files that it was made from")
     )
     check_space(dst, sum(f.n_bytes for f in todo))
@@ -87,7 +88,12 @@ def convert(
 
 def _check_options(view: StoredView, options: Options):
     packed = any(name.endswith("/packed") for name in view.stored_names)
-    if options.dequantize and not packed:
+    if options.quantize and view.trained_rule and options.quantize != view.trained_rule:
+        raise ValueError(
+            f"--rule {options.quantize}: the experts of this checkpoint were trained to be packed "
+            f"by {view.trained_rule}"
+        )
+    if options.dequantize and not (packed or view.trained_rule):
         raise ValueError("--dequantize: the experts of this checkpoint are not packed")
     if options.quantize and packed:
         raise ValueError("--quantize: the experts of this checkpoint are packed already")

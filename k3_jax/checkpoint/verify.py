@@ -86,15 +86,17 @@ def compare_logits(path_a, path_b, prompt: list[int], dtype: str, say: Callable 
 
     Where experts are nearly tied, the smallest error sends a token another way and makes parity
     look bad (T32). So the second checkpoint is also run with the first one's choices forced: what
-    differs then is an error, what differed before was a tie.
+    differs then is an error, what differed before was a tie. What goes into its experts is rounded
+    as in the first one: a released checkpoint does not tell.
     """
     mesh = make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
         model = open_checkpoint(str(path_a), dtype).load()
         _check_prompt(prompt, model.config.vocab_size)
+        activations = model.config.moe.activations
         first = _run(model, prompt, mesh.size)
         del model  # two at once may not fit
-        model = open_checkpoint(str(path_b), dtype).load()
+        model = open_checkpoint(str(path_b), dtype, activations=activations).load()
         free = _run(model, prompt, mesh.size)
         forced = _run(model, prompt, mesh.size, first.experts_ZTA)
     for z, (a, b) in enumerate(zip(first.experts_ZTA, free.experts_ZTA, strict=True)):

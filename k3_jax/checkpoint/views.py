@@ -27,6 +27,7 @@ from k3_jax.checkpoint.plan import (
 )
 from k3_jax.checkpoint.safetensors import Buffer, FormatError, parse_header, read_index
 from k3_jax.checkpoint.to_orbax import FILES, HASHES, HEADERS, SOURCE, STATE
+from k3_jax.checkpoint.trained import quantized_rule
 from k3_jax.config import ModelConfig, from_dict
 from k3_jax.quant import mxfp4
 
@@ -111,6 +112,10 @@ class StoredView:
         self.step = step
         self.meta = manifest.read(step)["meta"]
         self.config = _config_of(step, self.meta)
+        # What is trained is what is released: packed, unless numbers are asked for.
+        self.trained_rule = quantized_rule(self.meta, int(step.name))
+        if self.trained_rule:
+            options = options._replace(quantize=self.trained_rule)
         self._options, self._narrow = options, narrow
         self._arrays = StoredArrays(step / STATE)
         self._info = self._arrays.info("model")
@@ -137,17 +142,17 @@ class StoredView:
             shape = shape_of(entry, self._leaves[entry.leaf].shape, self.config)
             is_packed = entry.leaf + "/packed" in self._info
             quantize = self._options.quantize and is_expert and not is_packed
-            if quantize or (is_packed and not self._options.dequantize):
+            if (quantize or is_packed) and not self._options.dequantize:
                 *lead, width = shape
                 self._add(name + PACKED, name, "codes", UINT8, (*lead, width // 2))
                 self._add(name + SCALES, name, "scales", UINT8, (*lead, width // mxfp4.BLOCK))
                 continue
-            dtype = BFLOAT16 if is_packed else self._info[entry.leaf].dtype
+            dtype = BFLOAT16 if is_packed or quantize else self._info[entry.leaf].dtype
             if self._narrow and self._leaves[entry.leaf].dtype == BFLOAT16:
                 dtype = BFLOAT16
             if name.endswith("A_log"):
                 shape = (-(-shape[0] // 128) * 128,)
-            self._add(name, name, "plain", dtype, shape)
+            self._add(name, name, "rounded" if quantize else "plain", dtype, shape)
         for path, info in self._arrays.info(VISION).items():
             self._add(path.replace("/", "."), path, "kept", *info)
 
@@ -194,6 +199,8 @@ class StoredView:
             read = self._kept(name, info, buffer)
         elif part == "plain":
             read = self._plain(name, info)
+        elif part == "rounded":
+            read = iter([lambda: mxfp4.unpack(*self._quantized(name), info.dtype)])
         else:
             read = self._expert(name, part, info, buffer)
         for piece in _ahead(read):

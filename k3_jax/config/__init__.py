@@ -19,7 +19,14 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
 """
 
 from k3_jax.config.mapping import from_dict, nearest, to_dict
-from k3_jax.config.model import KdaConfig, MlaConfig, ModelConfig, MoeConfig, as_served
+from k3_jax.config.model import (
+    KdaConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    as_quantized,
+    as_served,
+)
 from k3_jax.config.run import (
     DataConfig,
     LengthConfig,
@@ -29,6 +36,7 @@ from k3_jax.config.run import (
     SourceConfig,
     StageConfig,
     TrainConfig,
+    is_quantized,
 )
 from k3_jax.config.stages import Stage, current, planned
 
@@ -46,9 +54,11 @@ __all__ = [
     "Stage",
     "StageConfig",
     "TrainConfig",
+    "as_quantized",
     "as_served",
     "current",
     "from_dict",
+    "is_quantized",
     "nearest",
     "planned",
     "to_dict",

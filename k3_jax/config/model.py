@@ -47,6 +47,8 @@ class MoeConfig:
     report section 2.3.3): "quantile" from a histogram of `balance_bins` bins, "exact" by sorting
     every token of the step, for small runs, and "none", which leaves it as it is.
     `packed`: the experts' weights stay MXFP4 in memory, as released; they cannot be trained.
+    `activations`: what the experts' products multiply, "plain" or rounded to "mxfp8". `rounded`:
+    their weights are rounded to MXFP4 wherever they are read (`k3_jax.quant.training`).
     """
 
     n_experts: int
@@ -60,6 +62,8 @@ class MoeConfig:
     balance: str = "quantile"
     balance_bins: int = 1000
     packed: bool = False
+    activations: str = "plain"
+    rounded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +102,23 @@ class ModelConfig:
         check_model(self)
 
 
-def as_served(c: ModelConfig, dtype: str, is_packed: bool = False) -> ModelConfig:
-    """The same model for inference: weights and products in `dtype`, and no token dropped."""
-    moe = dataclasses.replace(c.moe, packed=is_packed, exchange="rounds", capacity=2.0)
+def as_served(
+    c: ModelConfig, dtype: str, is_packed: bool = False, activations: str | None = None
+) -> ModelConfig:
+    """The same model for inference: weights and products in `dtype`, and no token dropped.
+
+    `activations`: those of `MoeConfig`, its own by default.
+    """
+    changed = dict(packed=is_packed, activations=activations or c.moe.activations)
+    moe = dataclasses.replace(c.moe, exchange="rounds", capacity=2.0, **changed)
     return dataclasses.replace(c, dtype=dtype, param_dtype=dtype, remat="none", moe=moe)
+
+
+def as_quantized(c: ModelConfig) -> ModelConfig:
+    """The same model as quantisation-aware training has it: experts' weights MXFP4, their inputs
+    MXFP8. Report sections 4.1.1 and 4.1.4."""
+    moe = dataclasses.replace(c.moe, activations="mxfp8", rounded=True)
+    return dataclasses.replace(c, moe=moe)
 
 
 def check_model(c: ModelConfig) -> None:
@@ -130,6 +147,13 @@ def check_model(c: ModelConfig) -> None:
         raise ValueError(
             f"moe.packed wants widths in multiples of 64, got moe.latent_width="
             f"{c.moe.latent_width} and moe.expert_width={c.moe.expert_width}"
+        )
+    check_choice("moe.activations", c.moe.activations, ("plain", "mxfp8"))
+    is_quantized = c.moe.rounded or c.moe.activations == "mxfp8"
+    if is_quantized and (c.moe.latent_width % 32 or c.moe.expert_width % 32):
+        raise ValueError(
+            f"MXFP4 and MXFP8 want groups of 32 inputs, but moe.latent_width={c.moe.latent_width} "
+            f"and moe.expert_width={c.moe.expert_width} are not both multiples of 32"
         )
     check_choice("moe.exchange", c.moe.exchange, ("plain", "balanced", "rounds"))
     check_choice("moe.balance", c.moe.balance, ("quantile", "exact", "none"))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from k3_jax.config.mapping import check_choice
-from k3_jax.config.model import ModelConfig
+from k3_jax.config.model import ModelConfig, as_quantized
 from k3_jax.config.stages import planned
 
 MIN_SEQ_LEN = 64
@@ -154,6 +154,8 @@ class TrainConfig:
 
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
     skipped steps in a row. `eval_every`, `save_every` and `log_every` are in steps; 0 is never.
+    From step `qat_from_step` on (they count from 1; 0 is never) routed experts are trained as they
+    will be served: weights MXFP4, what goes into their products MXFP8 (`k3_jax.quant.training`).
 
     With `stages` each of them says its rows and its length, `steps` is 0, and `data.batch` rows of
     `data.seq_len` are held-out rows alone: the same in all stages, so that their loss is one curve.
@@ -177,9 +179,15 @@ class TrainConfig:
     max_bad_steps: int = 20
     stages: tuple[StageConfig, ...] = ()
     stage: str = ""
+    qat_from_step: int = 0
 
     def __post_init__(self):
         check_train(self)
+
+
+def is_quantized(qat_from_step: int, step: int) -> bool:
+    """Whether step `step`, counted from 1, trains experts as they will be served."""
+    return 0 < qat_from_step <= step
 
 
 def check_optim(c: OptimConfig) -> None:
@@ -207,6 +215,15 @@ def check_train(c: TrainConfig) -> None:
     if c.model.moe.packed:
         raise ValueError("model.moe.packed=True: packed experts have no gradient")
     m = c.model.moe
+    if m.rounded or m.activations != "plain":
+        raise ValueError(
+            f"model.moe.rounded={m.rounded} and model.moe.activations={m.activations!r}: training "
+            "sets both from qat_from_step on"
+        )
+    if c.qat_from_step < 0:
+        raise ValueError(f"qat_from_step={c.qat_from_step} must be a step, or 0 for never")
+    if c.qat_from_step:
+        as_quantized(c.model)  # refuses what cannot be rounded
     if m.exchange == "rounds":
         raise ValueError("moe.exchange='rounds' is for inference; train with plain or balanced")
     if m.balance != "none" and m.n_active == m.n_experts and c.model.n_dense < c.model.n_layers:

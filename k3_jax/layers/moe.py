@@ -13,6 +13,7 @@ from k3_jax.balancing import Tally, tally
 from k3_jax.config import ModelConfig, MoeConfig
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
+from k3_jax.quant.training import as_mxfp4, as_mxfp8, with_whole_groups
 from k3_jax.state import Rows
 from pallas_kernels.experts import (
     grouped_glu_mxfp4,
@@ -124,7 +125,11 @@ class Moe(nnx.Module):
         """The experts' matrices for `_glu`, and their part of a signature for `on_shards`."""
         matrices = self.gate_ELF, self.expert_up_ELF, self.expert_down_EFL
         if not self.config.moe.packed:
-            return [w.astype(dtype) for w in jax.tree.leaves(matrices)], 3 * ",*ELF"
+            weights = jax.tree.leaves(matrices)
+            if self.config.moe.rounded:
+                # From float32, and before parts are gathered: the cast after it is exact.
+                weights = [as_mxfp4(with_whole_groups(w)) for w in weights]
+            return [w.astype(dtype) for w in weights], 3 * ",*ELF"
         found = [m.stacks() for m in matrices]
         return [found[0][1], *sum((arrays for arrays, _ in found), [])], "," + 6 * ",*ZELF"
 
@@ -157,7 +162,8 @@ class Moe(nnx.Module):
         sizes_E = jnp.bincount(expert_n, length=E + 1)[:E]
 
         place_NA = place_n.reshape(B * T, A)
-        x_nL = spread(latent_BTL.reshape(B * T, -1), order_n, place_NA)
+        # A token's copies have one rounding, wherever its experts are.
+        x_nL = spread(self._rounded(latent_BTL.reshape(B * T, -1)), order_n, place_NA)
         share_n = permute(weights_BTA.reshape(-1), order_n, place_n)
         y_nL, n_dropped = self._at_home(x_nL, share_n, sizes_E, weights)
         return collect(y_nL, order_n, place_NA).reshape(latent_BTL.shape), n_dropped[None]
@@ -226,12 +232,16 @@ class Moe(nnx.Module):
             hidden_nF = grouped_glu_mxfp4(
                 x_nL, gate_up_down[:2], gate_up_down[2:4], sizes_E, **beta, **where
             )
+            hidden_nF = self._rounded(hidden_nF)
             return grouped_matmul_mxfp4(hidden_nF, *gate_up_down[4:], sizes_E, **where)
         gate_ELF, up_ELF, down_EFL = weights
         gate_nF, up_nF = (grouped_matmul(x_nL, w, sizes_E) for w in (gate_ELF, up_ELF))
-        return grouped_matmul(
-            situ_glu(gate_nF, up_nF, c.situ_beta, c.situ_linear_beta), down_EFL, sizes_E
-        )
+        hidden_nF = self._rounded(situ_glu(gate_nF, up_nF, c.situ_beta, c.situ_linear_beta))
+        return grouped_matmul(hidden_nF, down_EFL, sizes_E)
+
+    def _rounded(self, x_nL):
+        """Rows as the experts' products take them."""
+        return as_mxfp8(x_nL) if self.config.moe.activations == "mxfp8" else x_nL
 
 
 def row_bound(n_rows: int, n_ranks: int, c: MoeConfig) -> int:

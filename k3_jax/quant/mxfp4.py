@@ -13,6 +13,10 @@ import ml_dtypes
 import numpy as np
 
 BLOCK = 32
+# Of `pack`: what quantisation-aware training rounds by, and so what its models are packed by. The
+# report does not say; chosen here, because only this rule leaves blocks whose largest is 3 units,
+# and the release seems to have some (k3-facts 4.4).
+TRAINED_RULE = "ceil"
 
 
 @jax.tree_util.register_dataclass
@@ -102,12 +106,55 @@ def pack(values: np.ndarray, rule: str = "floor") -> tuple[np.ndarray, np.ndarra
     x = values.astype(np.float64).reshape(*values.shape[:-1], -1, BLOCK)
     if not np.all(np.isfinite(x)):
         raise ValueError(f"{np.sum(~np.isfinite(x))} values are not finite")
-    largest = np.max(np.abs(x), axis=-1)
-    # frexp gives largest = m 2^e with m in [0.5, 1): the exact floor of the logarithm is e - 1.
-    mantissa, exponent = np.frexp(largest)
-    exponent = exponent - 3 + ((mantissa > 0.75) if rule == "ceil" else 0)
-    scales = np.where(largest == 0, 0, np.clip(exponent + 127, 0, 254)).astype(np.uint8)
+    scales = _scale_bytes(np, np.max(np.abs(x), axis=-1), rule).astype(np.uint8)
     units = np.ldexp(x, 127 - scales[..., None].astype(np.int32))
     codes = units.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     codes = codes.reshape(*values.shape[:-1], -1, 2)
     return codes[..., 0] | codes[..., 1] << 4, scales
+
+
+def rounded(w):
+    """jax [..., n, F] -> what `pack` by TRAINED_RULE would keep of it, in its dtype. Blocks lie
+    along the last axis but one, where our experts have their inputs.
+
+    Equal to what is packed to the bit, but for blocks whose largest magnitude is below 2^-122:
+    there vector units flush subnormal floats to zero. What is not finite stays so.
+    """
+    units, scales = _units(w)
+    return (units * _power(scales)).reshape(w.shape).astype(w.dtype)
+
+
+def pack_rounded(w):
+    """jax [..., n, F] -> the codes and scales of `rounded`, as `pack` gives them: uint8
+    [..., F, n/2] and [..., F, n/32]."""
+    units, scales = _units(w)
+    # Codes from 2 on are the last bit of the exponent field and the first of the fraction, and up.
+    field = jax.lax.bitcast_convert_type(jnp.abs(units), jnp.int32) >> 22
+    codes = jnp.maximum(field - 2 * 126, 0) + (jnp.abs(units) == 0.5) + 8 * jnp.signbit(units)
+    codes = jnp.swapaxes(codes.astype(jnp.uint8).reshape(w.shape), -1, -2)
+    scales = jnp.swapaxes(jnp.squeeze(scales, -2), -1, -2).astype(jnp.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales
+
+
+def _units(w):
+    """[..., n/32, 32, F], each a number of E2M1, and its blocks' scale bytes [..., n/32, 1, F]."""
+    x = w.astype(jnp.float32).reshape(*w.shape[:-2], -1, BLOCK, w.shape[-1])
+    scales = _scale_bytes(jnp, jnp.max(jnp.abs(x), axis=-2, keepdims=True), TRAINED_RULE)
+    x *= _power(254 - scales)
+    # Steps between E2M1's numbers are 0.5 below 2, 1 below 4, then 2. `round` has ties to even.
+    size = jnp.abs(x)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return jnp.round(x / step) * step, scales
+
+
+def _scale_bytes(xp, largest, rule: str):
+    """The scale byte of blocks with these largest magnitudes, int32."""
+    # frexp gives largest = m 2^e with m in [0.5, 1): the exact floor of the logarithm is e - 1.
+    mantissa, exponent = xp.frexp(largest)
+    exponent = exponent - 3 + ((mantissa > 0.75) if rule == "ceil" else 0)
+    return xp.where(largest == 0, 0, xp.clip(exponent + 127, 0, 254))
+
+
+def _power(bytes):
+    """2^(e - 127) in float32, for e of 1..254; 0 for 0."""
+    return jax.lax.bitcast_convert_type(bytes.astype(jnp.int32) << 23, jnp.float32)

@@ -25,16 +25,16 @@ SMALLEST_SCALE = 10  # E4M3's smallest value, 2^-9, times 2^(10 - 127) is bfloat
 
 
 def to_mxfp8(x_NL):
-    """bfloat16 [N,L] -> values E4M3 [N,L] and scales uint8 [N,L/32].
+    """bfloat16 or float32 [N,L] -> values E4M3 [N,L] and scales uint8 [N,L/32].
 
     A scale's exponent is floor(log2 of the largest magnitude of its group) - 8 (the OCP rule), and
     at least -117, also for a group of zeros. Values are rounded to the nearest, ties to even; those
     above 448 units (a largest of 1.75 2^n to 2^(n + 1) has some) saturate. Infinities and NaN
     become NaN and leave their neighbours alone. Raises ValueError for other dtypes and shapes.
     """
-    if x_NL.ndim != 2 or x_NL.shape[1] % BLOCK or x_NL.dtype != jnp.bfloat16:
+    if x_NL.ndim != 2 or x_NL.shape[1] % BLOCK or x_NL.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
-            f"to_mxfp8: x must be bfloat16 [N,L] with L a multiple of {BLOCK}; "
+            f"to_mxfp8: x must be bfloat16 or float32 [N,L] with L a multiple of {BLOCK}; "
             f"got {x_NL.dtype} {x_NL.shape}"
         )
     N, L = x_NL.shape

@@ -252,7 +252,7 @@ def _step_report(stage: Stage, mesh: jax.sharding.Mesh) -> dict:
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, act_spec(".B")))
         batch = {"tokens": ids, "segments": ids}
         rate = schedule(config.optim, config.steps)
-        quantized = is_quantized(config.qat_from_step, config.steps)
+        quantized = is_quantized(config.qat_from_step, stage.last)
         step = functools.partial(
             train_step, config=config, tx=tx, learning_rate=rate, quantized=quantized
         )

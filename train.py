@@ -23,6 +23,8 @@ from k3_jax.checks import check_run
 from k3_jax.config import TrainConfig, from_dict, to_dict
 from k3_jax.data.loader import Loader, heldout_batches
 from k3_jax.evaluate import HeldOut
+from k3_jax.lora.adapters import whole
+from k3_jax.lora.frozen import open_base
 from k3_jax.metrics import Metrics
 from k3_jax.optim import make_optimizer, schedule
 from k3_jax.tokenizer import load_tokenizer
@@ -64,6 +66,7 @@ def run(config: TrainConfig, workdir: str):
     here = row_share(mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_run(config, mesh, tokenizer.vocab_size, here[1])
+    base = open_base(config)
     loader = Loader(config.data, tokenizer, process=here[0], n_processes=here[1])
     held_out = None
     if config.eval_every:
@@ -73,7 +76,9 @@ def run(config: TrainConfig, workdir: str):
     # State and step
     tx = make_optimizer(config.optim, config.steps)
     store = Store(f"{workdir}/checkpoints", keep=config.keep)
+    base.check(store)
     state, start = restore_or_init(config, tx, store, loader)
+    frozen = base.load()
     learning_rate = schedule(config.optim, config.steps)
     bound = functools.partial(train_step, config=config, tx=tx, learning_rate=learning_rate)
     step_fn = jax.jit(bound, donate_argnums=0)
@@ -87,21 +92,21 @@ def run(config: TrainConfig, workdir: str):
     with contextlib.closing(loader), contextlib.closing(metrics), store:
         for step in range(start + 1, config.steps + 1):
             batch = {k: micro_batches(v, config.accumulate, mesh) for k, v in next(loader).items()}
-            state, values = step_fn(state, batch)
+            state, values = step_fn(state, batch, frozen)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
             is_stopping = stop.is_set  # read once: a later signal stops the step after this one
             is_last = step == config.steps or is_stopping
             if is_last or (config.save_every and step % config.save_every == 0):
-                meta = {"config": to_dict(config)}
+                meta = {"config": to_dict(config), **base.meta}
                 with metrics.pause():
                     store.save(step, nest(named_leaves(state)), loader.state(), meta)
             if held_out and (step == config.steps or step % config.eval_every == 0):
                 report(metrics, pending, config)
                 pending = None
                 with metrics.pause():
-                    metrics.held_out(step, held_out(state.model))
+                    metrics.held_out(step, held_out(whole(state.model, frozen, config.lora)))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break

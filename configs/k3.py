@@ -48,6 +48,7 @@ def get_config() -> ConfigDict:
             capacity=1.05,
             balance="quantile",
             balance_bins=1000,
+            packed=False,
         ),
     )
     config.data = dict(
@@ -88,4 +89,5 @@ def get_config() -> ConfigDict:
     config.save_every = 500
     config.keep = 3
     config.max_bad_steps = 20
+    config.lora = dict(base="", rank=16, alpha=16.0, targets=("attn", "ffn"))
     return config

@@ -46,6 +46,7 @@ def get_config() -> ConfigDict:
             capacity=0.0,
             balance="quantile",
             balance_bins=1000,
+            packed=False,
         ),
     )
     config.data = dict(
@@ -86,4 +87,5 @@ def get_config() -> ConfigDict:
     config.save_every = 160
     config.keep = 2
     config.max_bad_steps = 20
+    config.lora = dict(base="", rank=16, alpha=16.0, targets=("attn", "ffn"))
     return config

@@ -26,7 +26,9 @@ class Metrics:
     def __init__(self, workdir, config: TrainConfig, start: int):
         self._config, self._start = config, start
         self._is_first = jax.process_index() == 0
-        self._flops = train_flops_per_token(config.model, config.data.seq_len)
+        self._flops = train_flops_per_token(
+            config.model, config.data.seq_len, bool(config.lora.base)
+        )
         self._since, self._tokens = time.monotonic(), 0
         self._console = Console(soft_wrap=True, highlight=False)
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -48,4 +48,5 @@ def get_config() -> ConfigDict:
     config.save_every = 4
     config.keep = 3
     config.max_bad_steps = 3
+    config.lora = dict(base="", rank=4, alpha=8.0, targets=("attn", "ffn"))
     return config

@@ -1,7 +1,8 @@
 """A run of training: data, optimizer, mesh, and what cannot work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from k3_jax.config.lora import LoraConfig, check_lora
 from k3_jax.config.mapping import check_choice
 from k3_jax.config.model import ModelConfig
 
@@ -113,6 +114,7 @@ class TrainConfig:
     save_every: int = 100
     keep: int = 3
     max_bad_steps: int = 20
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self):
         check_train(self)
@@ -134,8 +136,7 @@ def check_optim(c: OptimConfig) -> None:
 def check_train(c: TrainConfig) -> None:
     """Refuse, with the numbers, a run that cannot work."""
     d = c.data
-    if c.model.moe.packed:
-        raise ValueError("model.moe.packed=True: packed experts have no gradient")
+    check_lora(c.lora, c.model, c.optim.name, c.optim.qk_clip)
     m = c.model.moe
     if m.exchange == "rounds":
         raise ValueError("moe.exchange='rounds' is for inference; train with plain or balanced")

@@ -86,7 +86,7 @@ def run(config: TrainConfig, workdir: str):
     # Loop
     metrics, stop = Metrics(workdir, config, start), StopSignal()
     n_params = sum(x.size for x in jax.tree.leaves(state.model))
-    metrics.say(f"{n_params:,} parameters on {mesh.size} x {jax.devices()[0].device_kind}")
+    metrics.say(f"{n_params:,} parameters to train on {mesh.size} x {jax.devices()[0].device_kind}")
     metrics.say(f"going on from step {start}" if start else "from the start")
     pending = None
     with contextlib.closing(loader), contextlib.closing(metrics), store:

@@ -167,14 +167,14 @@ def test_gradients_are_those_of_the_merged_weights(bases):
 
 
 def test_gradients_pass_packed_experts_as_they_pass_widened_ones(bases):
-    """The same weights in bfloat16 twice: packed, on 4 devices of which crowded ones lend experts,
-    and widened, on one. The model's one MoE layer chooses the same experts in both; what is left is
-    rounding to bfloat16 at other places."""
+    """The same weights in bfloat16 twice: packed, crowded devices lending experts, and widened,
+    with every expert at home. The model's one MoE layer chooses the same experts in both; what is
+    left is rounding to bfloat16 at other places."""
     found = []
-    for is_packed, n in ((True, 2), (False, 1)):
-        lent = dict(model__moe__exchange="balanced", model__moe__capacity=1.0) if is_packed else {}
-        config = configured(bases[True], True, model__moe__packed=is_packed, **lent)
-        with jax.set_mesh(make_mesh(fsdp=n, expert=n, devices=jax.devices()[: n * n])):
+    with jax.set_mesh(make_mesh(fsdp=2, expert=2, devices=jax.devices()[:4])):
+        for is_packed, exchange in ((True, "balanced"), (False, "plain")):
+            changes = dict(model__moe__exchange=exchange, model__moe__capacity=float(is_packed))
+            config = configured(bases[True], True, model__moe__packed=is_packed, **changes)
             found.append(adapter_gradients(config)[0])
     packed, widened = map(flatten, found)
     assert relative(packed, widened) < 0.03

@@ -23,6 +23,8 @@ from k3_jax.checks import check_stages
 from k3_jax.config import TrainConfig, current, from_dict, is_quantized, planned, to_dict
 from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
+from k3_jax.lora.adapters import whole
+from k3_jax.lora.frozen import open_base
 from k3_jax.metrics import Metrics
 from k3_jax.optim import make_optimizer, schedule
 from k3_jax.tokenizer import load_tokenizer
@@ -63,7 +65,7 @@ def run(config: TrainConfig, workdir: str):
     here = row_share(mesh)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_stages(config, mesh, tokenizer.vocab_size, here[1])
-    stages, now = planned(config), current(config)
+    stages, now, base = planned(config), current(config), open_base(config)
     loader = StagedLoader(stages, tokenizer, *here)
     held_out = None
     if config.eval_every:
@@ -74,7 +76,9 @@ def run(config: TrainConfig, workdir: str):
     n_steps = stages[-1].last
     tx = make_optimizer(config.optim, n_steps, stages)
     store = Store(f"{workdir}/checkpoints", keep=config.keep)
+    base.check(store)
     state, start = restore_or_init(config, tx, store, loader)
+    frozen = base.load()
     learning_rate = schedule(config.optim, n_steps, stages)
     bound = functools.partial(train_step, tx=tx, learning_rate=learning_rate)
     step_fn = jax.jit(bound, donate_argnums=0, static_argnames=("config", "quantized"))
@@ -89,14 +93,14 @@ def run(config: TrainConfig, workdir: str):
             c, rows = stage.config, loader.rows(stage)
             batch = {k: micro_batches(v, c.accumulate, mesh) for k, v in rows.items()}
             quantized = is_quantized(config.qat_from_step, step)
-            state, values = step_fn(state, batch, config=c, quantized=quantized)
+            state, values = step_fn(state, batch, frozen, config=c, quantized=quantized)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
             is_stopping = stop.is_set  # read once: a later signal stops the step after this one
             is_last = step == stage.last or is_stopping
             if is_last or (config.save_every and step % config.save_every == 0):
-                meta = {"config": to_dict(config)}
+                meta = {"config": to_dict(config), **base.meta}
                 with metrics.pause():
                     store.save(step, nest(named_leaves(state)), loader.state(), meta)
             is_evaluated = held_out and (step == stage.last or step % config.eval_every == 0)
@@ -105,7 +109,8 @@ def run(config: TrainConfig, workdir: str):
                 pending = None
             if is_evaluated:
                 with metrics.pause():
-                    metrics.held_out(step, held_out(state.model, quantized))
+                    model = whole(state.model, frozen, config.lora)
+                    metrics.held_out(step, held_out(model, quantized))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break

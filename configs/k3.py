@@ -54,6 +54,7 @@ def get_config() -> ConfigDict:
             capacity=1.05,
             balance="quantile",
             balance_bins=1000,
+            packed=False,
         ),
     )
     config.data = dict(
@@ -105,6 +106,7 @@ def get_config() -> ConfigDict:
     config.stage = ""
     # Never: the report quantises through all of post-training, and this is pre-training.
     config.qat_from_step = 0
+    config.lora = dict(base="", rank=16, alpha=16.0, targets=("attn", "ffn"))
     return config
 
 

@@ -47,6 +47,7 @@ def get_config() -> ConfigDict:
             capacity=0.0,
             balance="quantile",
             balance_bins=1000,
+            packed=False,
         ),
     )
     config.data = dict(
@@ -98,4 +99,5 @@ def get_config() -> ConfigDict:
     config.stage = ""
     # Never: the report quantises through all of post-training, and this is pre-training.
     config.qat_from_step = 0
+    config.lora = dict(base="", rank=16, alpha=16.0, targets=("attn", "ffn"))
     return config

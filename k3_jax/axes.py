@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import act_spec, gathered, weight_spec
 
 __all__ = [
+    "Adapted",
     "Held",
     "ShapesOnly",
     "einsum",
@@ -83,6 +84,34 @@ def is_held(x) -> bool:
     return isinstance(x, Held)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Adapted:
+    """A frozen weight W and what is learned beside it: W + scale A B, for whoever reads it.
+
+    W has its inputs' letters before its outputs'. A has the inputs' and K, B has K and the
+    outputs'; both may rest in another dtype than W.
+    """
+
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+    def merged(self, dtype=None) -> jax.Array:
+        """The sum, in float32 and rounded once, as it is used."""
+        weight, a, b = (gathered(x) for x in (self.weight, self.a, self.b))
+        ins, outs = "abcd"[: a.ndim - 1], "pqrs"[: b.ndim - 1]
+        more = jnp.einsum(
+            f"{ins}K,K{outs}->{ins}{outs}",
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+            out_sharding=jax.typeof(weight).sharding.spec,
+        )
+        return (weight.astype(jnp.float32) + self.scale * more).astype(dtype or weight.dtype)
+
+
 def _sharding(placed: P) -> NamedSharding:
     return NamedSharding(jax.sharding.get_abstract_mesh(), placed)
 
@@ -90,9 +119,12 @@ def _sharding(placed: P) -> NamedSharding:
 def read(w: nnx.Param, dtype=None) -> jax.Array:
     """The parameter's array as it is used (`sharding.gathered`), cast if asked.
 
-    The cast comes first, so that what travels is the narrow type.
+    The cast comes first, so that what travels is the narrow type. Of an `Adapted` parameter it is
+    the merged one, whose gradient takes as much memory: for weights that are no plain projection.
     """
-    array = w[...]
+    array = w.get_value()
+    if isinstance(array, Adapted):
+        return array.merged(dtype)
     return gathered(array if dtype is None else array.astype(dtype))
 
 
@@ -110,9 +142,35 @@ def einsum(equation: str, x: jax.Array, w: nnx.Param, *, shape=None) -> jax.Arra
     """`jnp.einsum` of an activation with a parameter, reshaped if asked, in the activation's dtype.
 
     The result is placed by its letters. float32 means float32: matrix units that would round the
-    operands are told not to.
+    operands are told not to. Of an `Adapted` parameter x W + scale (x A) B, where x is multiplied
+    by A first: no array of W's size is made, forward or backward.
     """
-    array = read(w, x.dtype)
+    adapted, low_rank = w.get_value(), through_rank(equation)
+    if not isinstance(adapted, Adapted) or low_rank is None:
+        return _einsum(equation, x, read(w, x.dtype), shape)
+    down, up, n_in = low_rank
+    weight, a, b = (gathered(v.astype(x.dtype)) for v in (adapted.weight, adapted.a, adapted.b))
+    weight = weight if shape is None else weight.reshape(shape)
+    narrow = _einsum(down, x, a, (*weight.shape[:n_in], -1))
+    more = _einsum(up, adapted.scale * narrow, b, (-1, *weight.shape[n_in:]))
+    return _einsum(equation, x, weight) + more
+
+
+def through_rank(equation: str) -> tuple[str, str, int] | None:
+    """x W as (x A) B: both equations, and how many of W's letters are inputs.
+
+    None where x and W share a letter of the result, so that W is not one matrix for all of x.
+    """
+    (x, w), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    ins = "".join(a for a in w if a in x and a not in out)
+    outs = w.removeprefix(ins)
+    if not ins or outs == w or any(a in x for a in outs):
+        return None
+    rows = "".join(a for a in x if a not in ins)
+    return f"{x},{ins}K->{rows}K", f"{rows}K,K{outs}->{out}", len(ins)
+
+
+def _einsum(equation: str, x, array, shape=None) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     array = array if shape is None else array.reshape(shape)
     placed = act_spec(equation.split("->")[1])

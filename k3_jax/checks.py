@@ -2,7 +2,10 @@
 
 import math
 
+import jax
+
 from k3_jax.config import ModelConfig, TrainConfig, current
+from k3_jax.lora.adapters import chosen
 from k3_jax.state import SLOTS
 from sharding.rules import ROWS
 
@@ -21,7 +24,8 @@ def check_stages(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -
 
 
 def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> None:
-    """Raise ValueError when rows, weights or token ids do not fit the mesh or the model."""
+    """Raise ValueError when rows, weights, token ids or adapters do not fit the mesh or the
+    model."""
     data, model = config.data, config.model
     rows, n_shards = data.batch // config.accumulate, math.prod(mesh.shape[a] for a in ROWS)
     if rows % n_shards:
@@ -36,6 +40,9 @@ def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> N
             f"micro-batches on {n_processes} processes"
         )
     check_split(model, mesh, data.seq_len)
+    if config.lora.base:
+        with jax.set_mesh(mesh):
+            chosen(config)
     if vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer {data.tokenizer!r} has {vocab_size} ids, more than "

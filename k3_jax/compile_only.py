@@ -245,6 +245,7 @@ def train_reports(config: TrainConfig, topology: str) -> dict[str, dict]:
 def _step_report(stage: Stage, mesh: jax.sharding.Mesh) -> dict:
     config = stage.config
     data, rows = config.data, config.data.batch // config.accumulate
+    is_remat = config.model.remat in ("layer", "group")
     with jax.set_mesh(mesh):
         tx = make_optimizer(config.optim, config.steps)
         state = jax.tree.map(placed, jax.eval_shape(functools.partial(init_state, config, tx)))
@@ -253,17 +254,21 @@ def _step_report(stage: Stage, mesh: jax.sharding.Mesh) -> dict:
         batch = {"tokens": ids, "segments": ids}
         rate = schedule(config.optim, config.steps)
         quantized = is_quantized(config.qat_from_step, stage.last)
+        base, kinds = None, {"parameters": state.model}
+        if is_frozen := bool(config.lora.base):
+            base = jax.tree.map(placed, abstract(config.model))
+            kinds = {"parameters, frozen": base, "adapters": state.model}
         step = functools.partial(
             train_step, config=config, tx=tx, learning_rate=rate, quantized=quantized
         )
         tokens = data.batch * data.seq_len
         return report(
             jax.jit(step, donate_argnums=0),
-            (state, batch),
-            {"parameters": state.model, "optimizer": state.opt, "batch": batch},
-            tokens * train_flops_per_token(config.model, data.seq_len),
+            (state, batch, base),
+            {**kinds, "optimizer": state.opt, "batch": batch},
+            tokens * train_flops_per_token(config.model, data.seq_len, is_frozen),
             tokens,
-            again=4 / 3 if config.model.remat in ("layer", "group") else 1,
+            again=(3 / 2 if is_frozen else 4 / 3) if is_remat else 1,
         )
 
 

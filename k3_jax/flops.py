@@ -38,6 +38,11 @@ def _flops_per_token(c: ModelConfig, attention: float) -> float:
     return 2.0 * (total + D * c.vocab_size)
 
 
-def train_flops_per_token(c: ModelConfig, seq_len: int) -> float:
-    """Forward and backward, 3 times the forward; recomputation does not count."""
-    return 3 * forward_flops_per_token(c, seq_len)
+def train_flops_per_token(c: ModelConfig, seq_len: int, is_frozen: bool = False) -> float:
+    """Forward and backward, 3 times the forward; recomputation does not count.
+
+    is_frozen: weights have no gradient and their products 2 of the 3 (KDA's recurrence is counted
+    as one of them); adapters' own products are left out.
+    """
+    forward = forward_flops_per_token(c, seq_len)
+    return 3 * forward - is_frozen * forward_flops_per_token(c, 0)

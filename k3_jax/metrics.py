@@ -69,7 +69,8 @@ class Metrics:
             return
         seconds = time.monotonic() - self._since
         rate = self._tokens / seconds
-        a_token = train_flops_per_token(self._config.model, stage.config.data.seq_len)
+        c = stage.config
+        a_token = train_flops_per_token(c.model, c.data.seq_len, bool(c.lora.base))
         flops = rate * a_token / jax.device_count()
         values = values | {"tokens_per_second": rate, "tflops_per_device": flops / 1e12}
         peak = peak_flops()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from k3_jax.axes import read
 from k3_jax.balancing import figures, next_biases
 from k3_jax.config import TrainConfig, as_quantized
+from k3_jax.lora import adapters
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.model import K3, abstract, router_biases, with_router_biases
 from k3_jax.optim.qk_clip import clip_logits, largest_of_all
@@ -25,11 +26,11 @@ F32 = jnp.float32
 class TrainState:
     """Everything that an optimizer step reads and writes.
 
-    `skipped` counts the steps whose loss or gradient was not finite, `bad_in_row` the latest run
-    of them.
+    `model`: what is trained, all weights or adapters (`k3_jax.lora.adapters`) alone. `skipped`
+    counts the steps whose loss or gradient was not finite, `bad_in_row` the latest run of them.
     """
 
-    model: K3
+    model: K3 | dict
     opt: optax.OptState
     step: jax.Array
     skipped: jax.Array
@@ -42,7 +43,10 @@ def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainSt
     Called outside `jax.jit`, where parameters of one shape share one small program: compiled as
     one, the random bits of all parameters take minutes.
     """
-    model = K3(config.model, rngs=nnx.Rngs(params=jax.random.key(config.seed)))
+    if config.lora.base:
+        model = adapters.fresh(config)
+    else:
+        model = K3(config.model, rngs=nnx.Rngs(params=jax.random.key(config.seed)))
     # Scalars made without a placement would be restored onto one device of the mesh.
     opt = jax.tree.map(lambda x: x if x.ndim else jax.reshard(x, P()), tx.init(model))
     counters = (jax.reshard(jnp.zeros((), jnp.int32), P()) for _ in range(3))
@@ -65,7 +69,7 @@ def with_quantized_experts(model: K3) -> K3:
     return with_leaves(abstract(as_quantized(model.config)), named_leaves(model))
 
 
-def objective(model: K3, batch: dict, config: TrainConfig, quantized=False):
+def objective(model, batch: dict, config: TrainConfig, base: K3 | None = None, quantized=False):
     """What is minimised, summed over targets; with it sums to be added over micro-batches (of the
     loss, and of routing) and what is kept of each (for balancing, and the largest logits).
 
@@ -76,6 +80,7 @@ def objective(model: K3, batch: dict, config: TrainConfig, quantized=False):
     if "mask" in batch:
         counted_BT &= batch["mask"] != 0
     keep = dict(counted_BT=counted_BT, keep_largest=clips(config))
+    model = adapters.whole(model, base, config.lora)
     sums, out = loss_sums(model, config, batch, quantized, **keep)
     routed, required = None, None
     if (routing := out.routing) is not None:
@@ -89,11 +94,11 @@ def clips(config: TrainConfig) -> bool:
     return config.optim.qk_clip > 0 and bool(config.model.mla_layers)
 
 
-def gradients(model: K3, batch: dict, config: TrainConfig, quantized=False):
+def gradients(model, batch: dict, config: TrainConfig, base: K3 | None = None, quantized=False):
     """Sums over micro-batches [accumulate, B, T] of the objective's gradient and of what it says to
     add; and what it keeps of each."""
-    bound = partial(objective, config=config, quantized=quantized)
-    grad_fn = jax.grad(bound, has_aux=True)
+    objective_fn = partial(objective, config=config, base=base, quantized=quantized)
+    grad_fn = jax.grad(objective_fn, has_aux=True)
     rows = {k: v[0] for k, v in batch.items()}
     if config.accumulate == 1:
         grads, (sums, kept) = grad_fn(model, rows)
@@ -103,7 +108,7 @@ def gradients(model: K3, batch: dict, config: TrainConfig, quantized=False):
         grads, (sums, kept) = grad_fn(model, rows)
         return jax.tree.map(jnp.add, carry, (grads, sums)), kept
 
-    _, (shapes, _) = jax.eval_shape(bound, model, rows)
+    _, (shapes, _) = jax.eval_shape(objective_fn, model, rows)
     empty = jax.tree.map(
         lambda x: jax.reshard(jnp.zeros(x.shape, x.dtype), x.sharding.spec), shapes
     )
@@ -113,16 +118,24 @@ def gradients(model: K3, batch: dict, config: TrainConfig, quantized=False):
 
 
 def train_step(
-    state: TrainState, batch: dict, config: TrainConfig, tx, learning_rate, quantized=False
+    state: TrainState,
+    batch: dict,
+    base: K3 | None = None,
+    *,
+    config: TrainConfig,
+    tx,
+    learning_rate,
+    quantized=False,
 ):
     """One optimizer step on {"tokens": [accumulate, B, T], ...} -> the next state and metrics.
 
     The loss is the mean over all real targets of the step, however they are packed or split into
     micro-batches. The router biases, which have no gradient, become those that would have balanced
     this step. A step whose loss or gradient is not finite changes nothing but its counters.
-    `quantized`: experts compute as they will be served (`TrainConfig.qat_from_step`).
+    `quantized`: experts compute as they will be served (`TrainConfig.qat_from_step`). base: the
+    frozen model, where adapters are trained.
     """
-    found = gradients(state.model, batch, config, quantized)
+    found = gradients(state.model, batch, config, base, quantized)
     grads, (sums, routed), (required, largest) = found
     largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
     count = jnp.maximum(sums.count, 1).astype(F32)
@@ -133,7 +146,8 @@ def train_step(
     updates, opt = tx.update(grads, state.opt, state.model)
     model = optax.apply_updates(state.model, updates)
     if routed is not None:
-        biases_ZE = next_biases(config.model.moe, router_biases(state.model), routed[1], required)
+        biases_ZE = router_biases(state.model if base is None else base)
+        biases_ZE = next_biases(config.model.moe, biases_ZE, routed[1], required)
         model = model if biases_ZE is None else with_router_biases(model, biases_ZE)
     if clips(config):
         model = clip_logits(model, largest, config.optim.qk_clip)
@@ -154,7 +168,7 @@ def train_step(
         "bad_in_row": after.bad_in_row,
     }
     if routed is not None:
-        metrics |= figures(routed[1], router_biases(model))
+        metrics |= figures(routed[1], router_biases(model if base is None else base))
         # In float32: all layers' copies of tokens may leave int32.
         copies = jnp.sum(batch["segments"] != 0).astype(F32) * config.model.moe.n_active
         dropped = jnp.sum(routed[0].astype(F32)) / len(routed[0])

@@ -51,4 +51,5 @@ def get_config() -> ConfigDict:
     config.stages = dict()
     config.stage = ""
     config.qat_from_step = 0
+    config.lora = dict(base="", rank=4, alpha=8.0, targets=("attn", "ffn"))
     return config

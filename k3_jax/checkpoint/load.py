@@ -87,6 +87,7 @@ def _open_ours(
     meta = store.read_meta(step)
     step = store.steps()[-1] if step is None else step
     path = store.directory / str(step)
+    manifest.check_is_model(path, meta)
     try:
         sizes, tokenizer = meta["config"]["model"], meta["config"]["data"]["tokenizer"]
     except KeyError:

@@ -52,6 +52,15 @@ def read(path: epath.Path) -> dict[str, Any]:
     return content
 
 
+def check_is_model(path: epath.Path, meta: dict[str, Any]) -> None:
+    """Raises ValueError where the step in `path` holds adapters, by their place in its meta."""
+    if "lora" in meta:
+        raise ValueError(
+            f"{path} holds adapters for {meta['lora']['base']}, not a model: merge them first "
+            "(python -m k3_jax.lora merge)"
+        )
+
+
 def fault(path: epath.Path) -> str | None:
     """Why the step in `path` is not whole; None when it is."""
     if path.name.endswith(UNFINISHED):

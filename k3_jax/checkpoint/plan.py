@@ -188,7 +188,7 @@ def _arrays(how, paths, entries, leaves, plan, c) -> Iterator[Array]:
         units = sizes[entry.letters[0]]
         n = n_pieces(units, math.prod(shape) * dtype.itemsize)
         for path, entry in zip(paths, entries, strict=True):
-            yield _leaf_array(path, dtype, leaves[entry.leaf].shape, entry, n)
+            yield leaf_array(path, dtype, leaves[entry.leaf].shape, entry, n)
         return
     rows, width = shape
     n = n_pieces(rows, rows * width * (BFLOAT16.itemsize if how == "pack" else 1))
@@ -199,7 +199,7 @@ def _arrays(how, paths, entries, leaves, plan, c) -> Iterator[Array]:
         yield Array(path, UINT8, whole, (1,) * lead + whole[lead:], (1,) * lead + (rows // n, last))
 
 
-def _leaf_array(path, dtype, shape, entry, n: int) -> Array:
+def leaf_array(path, dtype, shape, entry: Entry, n: int) -> Array:
     """Chunks hold the rows of one of `n` pieces. They are cut along the leaf's first axis as well,
     where a mesh splits it, so that a device needs not read what is another's."""
     lead = len(entry.index)

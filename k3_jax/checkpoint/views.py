@@ -277,6 +277,7 @@ def _ahead(reads: Iterator[Callable[[], np.ndarray]]) -> Iterator[np.ndarray]:
 
 
 def _config_of(step: epath.Path, meta: dict) -> ModelConfig:
+    manifest.check_is_model(step, meta)
     try:
         return from_dict(ModelConfig, meta["config"]["model"], "config.model")
     except KeyError:

@@ -199,6 +199,18 @@ def replace_text(path: epath.Path, text: str) -> None:
     draft.replace(path)
 
 
+def described(state: epath.Path, path: str) -> Array | None:
+    """The array that `write_tree` told of, None where there is no such file."""
+    file = state / path / "zarr.json"
+    if not file.exists():
+        return None
+    told = json.loads(file.read_text())
+    (codec,) = told["codecs"]
+    shard = told["chunk_grid"]["configuration"]["chunk_shape"]
+    chunk = codec["configuration"]["chunk_shape"]
+    return Array(path, np.dtype(told["data_type"]), *map(tuple, (told["shape"], shard, chunk)))
+
+
 def _describe(array: Array) -> dict:
     sharding = {
         "chunk_shape": array.chunk,

@@ -16,8 +16,10 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
     J       9   AttnRes candidates            G       -   stacked groups of layers
     X   12288   channels of all KDA heads, H k    U    1000   bins of a required router bias
     P       -   devices, each with tokens of its own
+    K       -   rank of an adapter
 """
 
+from k3_jax.config.lora import LoraConfig
 from k3_jax.config.mapping import from_dict, nearest, to_dict
 from k3_jax.config.model import (
     KdaConfig,
@@ -44,6 +46,7 @@ __all__ = [
     "DataConfig",
     "KdaConfig",
     "LengthConfig",
+    "LoraConfig",
     "MeshConfig",
     "MlaConfig",
     "ModelConfig",

@@ -46,7 +46,8 @@ class MoeConfig:
     `balance` is the rule that moves the router bias after each training step (`k3_jax.balancing`,
     report section 2.3.3): "quantile" from a histogram of `balance_bins` bins, "exact" by sorting
     every token of the step, for small runs, and "none", which leaves it as it is.
-    `packed`: the experts' weights stay MXFP4 in memory, as released; they cannot be trained.
+    `packed`: the experts' weights stay MXFP4 in memory, as released; they cannot be trained, but
+    rows get gradients through them.
     `activations`: what the experts' products multiply, "plain" or rounded to "mxfp8". `rounded`:
     their weights are rounded to MXFP4 wherever they are read (`k3_jax.quant.training`).
     """
@@ -141,8 +142,6 @@ def check_model(c: ModelConfig) -> None:
         raise ValueError(f"n_dense={c.n_dense} is not within 0..n_layers={c.n_layers}")
     if c.moe.packed and c.dtype != "bfloat16":
         raise ValueError(f"moe.packed experts multiply in bfloat16, not model.dtype={c.dtype}")
-    if c.moe.packed and c.moe.exchange == "balanced":
-        raise ValueError("moe.packed experts are not lent: moe.exchange='balanced'")
     if c.moe.packed and (c.moe.latent_width % 64 or c.moe.expert_width % 64):
         raise ValueError(
             f"moe.packed wants widths in multiples of 64, got moe.latent_width="

@@ -1,7 +1,8 @@
 """A run of training: data, optimizer, mesh, and what cannot work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from k3_jax.config.lora import LoraConfig, check_lora
 from k3_jax.config.mapping import check_choice
 from k3_jax.config.model import ModelConfig, as_quantized
 from k3_jax.config.stages import planned
@@ -180,6 +181,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...] = ()
     stage: str = ""
     qat_from_step: int = 0
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self):
         check_train(self)
@@ -212,8 +214,7 @@ def check_optim(c: OptimConfig) -> None:
 def check_train(c: TrainConfig) -> None:
     """Refuse, with the numbers, a run that cannot work."""
     d = c.data
-    if c.model.moe.packed:
-        raise ValueError("model.moe.packed=True: packed experts have no gradient")
+    check_lora(c.lora, c.model, c.optim.name, c.optim.qk_clip)
     m = c.model.moe
     if m.rounded or m.activations != "plain":
         raise ValueError(
@@ -222,6 +223,10 @@ def check_train(c: TrainConfig) -> None:
         )
     if c.qat_from_step < 0:
         raise ValueError(f"qat_from_step={c.qat_from_step} must be a step, or 0 for never")
+    if c.qat_from_step and c.lora.base:
+        raise ValueError(
+            f"qat_from_step={c.qat_from_step} with lora.base: its experts are frozen; set it to 0"
+        )
     if c.qat_from_step:
         as_quantized(c.model)  # refuses what cannot be rounded
     if m.exchange == "rounds":

@@ -183,12 +183,22 @@ class Moe(nnx.Module):
         bound = row_bound(n, len(counts_RE), self.config.moe)
         if self.config.moe.exchange == "balanced":
             there, sizes_P, copies, _ = plan(counts_RE, axes, bound)
-            weights = [jnp.concatenate([w, prefetch(w, copies, axes)]) for w in weights]
+            weights = self._with_lent(weights, copies, axes)
             n_dropped = jnp.zeros_like(sizes_P[0])
         else:
             there, n_dropped = routes(counts_RE, bound, axes)
             sizes_P = there.got_RP.sum(0)
         return self._there_and_back(x_nL, share_n, there, bound, sizes_P, weights, axes), n_dropped
+
+    def _with_lent(self, weights, copies, axes):
+        """For `_glu` the home experts' weights and, behind them, those of the lent ones."""
+        if self.config.moe.packed:
+            layer, *stacks = weights
+            weights = [x_ZELF[layer] for x_ZELF in stacks]
+        weights = [jnp.concatenate([w, prefetch(w, copies, axes)]) for w in weights]
+        if self.config.moe.packed:
+            weights = [jnp.int32(0), *(x_ELF[None] for x_ELF in weights)]
+        return weights
 
     def _there_and_back(self, x_nL, share_n, there, bound, sizes_P, weights, axes):
         x_mL, share_m = (exchange(x, there, bound, axes) for x in (x_nL, share_n))

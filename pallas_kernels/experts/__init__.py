@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
-from pallas_kernels.experts import batched, blocks, mosaic, mxfp4, mxfp4_reference, reference
+from pallas_kernels.experts import frozen, mosaic, mxfp4, mxfp4_reference, reference
+from pallas_kernels.experts.frozen import FORMS
 from pallas_kernels.experts.mxfp4 import from_released
 from pallas_kernels.experts.mxfp8 import from_mxfp8, to_mxfp8
 
-FORMS = {"blocks": blocks, "batched": batched}
 IMPLS = ("auto", "pallas", *FORMS, "reference")
 PACKED_IMPLS = ("auto", "pallas", "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
@@ -64,14 +64,17 @@ def grouped_matmul_mxfp4(
     impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "reference" widens
     one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere. Every
     impl and chip takes both activations.
-    out_dtype: bfloat16 if None, or float32. Not differentiable.
+    out_dtype: bfloat16 if None, or float32.
+    Differentiable in bfloat16 x (`frozen`); the weights have no gradient, and mxfp8 has none.
     """
     impl = _packed_impl("grouped_matmul_mxfp4", x_NL, activations, impl)
     args = (x_NL, packed_ELF, scales_ELF, sizes_E)
-    if impl == "pallas":
-        return mxfp4.grouped_matmul_mxfp4(*args, first=first, out_dtype=out_dtype)
     out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
     mxfp4.check("grouped_matmul_mxfp4", *args, out_dtype)
+    if activations == "bfloat16":
+        return frozen.matmul((impl, out_dtype), *args, first)
+    if impl == "pallas":
+        return mxfp4.grouped_matmul_mxfp4(*args, first=first, out_dtype=out_dtype)
     return mxfp4_reference.grouped_matmul_mxfp4(*args, out_dtype, first)
 
 
@@ -89,10 +92,12 @@ def grouped_glu_mxfp4(
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"grouped_glu_mxfp4: {name} must be positive and finite; got {value}")
     beta, linear_beta = float(beta), float(linear_beta)
+    mxfp4.check_glu(x_NL, gate, up, sizes_E)
+    if activations == "bfloat16":
+        return frozen.glu((impl, beta, linear_beta), x_NL, gate, up, sizes_E, first)
     if impl == "pallas":
         betas = dict(beta=beta, linear_beta=linear_beta)
         return mxfp4.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, first=first, **betas)
-    mxfp4.check_glu(x_NL, gate, up, sizes_E)
     return mxfp4_reference.grouped_glu_mxfp4(x_NL, gate, up, sizes_E, beta, linear_beta, first)
 
 

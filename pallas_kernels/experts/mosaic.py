@@ -135,6 +135,17 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, out_dtype, *, limits=None, interpret=Fa
     return _grouped(options, *(vary(a, axes) for a in args))
 
 
+def times_transposed(dy_NF, w_ELF, sizes_E, *, limits=None, interpret=False):
+    """dy_n w_e^T in dy's dtype: the gradient of x alone, for weights that have none."""
+    if dy_NF.shape[0] == 0:
+        return jnp.zeros((0, w_ELF.shape[1]), dy_NF.dtype)
+    limits = limits_of(pltpu.get_tpu_info()) if limits is None else limits
+    args = dy_NF, w_ELF, sizes_E
+    axes = frozenset().union(*map(varying, args))
+    args = (vary(a, axes) for a in args)
+    return times(*args, TIMES_TRANSPOSED, dy_NF.dtype, limits, interpret)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(options, x_NL, w_ELF, sizes_E):
     limits, out_dtype, interpret = options

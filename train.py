@@ -87,6 +87,8 @@ def run(config: TrainConfig, workdir: str):
     metrics, stop = Metrics(workdir, config, start), StopSignal()
     n_params = sum(x.size for x in jax.tree.leaves(state.model))
     metrics.begin(n_params, mesh.size)
+    if config.qat_from_step:
+        metrics.say(f"experts train as they will be served from step {config.qat_from_step}")
     pending = None
     with contextlib.closing(loader), contextlib.closing(metrics), store:
         for stage, step in ((s, i) for s in now for i in s.steps_after(start)):

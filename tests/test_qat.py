@@ -1,36 +1,31 @@
-"""Quantisation-aware training: what is trained is what is exported; before it nothing changes."""
+"""What quantisation-aware training multiplies, its gradients, and a layer of it on many devices."""
 
 import dataclasses
 import functools
 import math
-import random
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 import tiny
-import train_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from qat_numbers import as_packed, same_bits
 
-from k3_jax.checkpoint import hf
 from k3_jax.checkpoint.tree import placed
-from k3_jax.config import TrainConfig, as_quantized, from_dict
+from k3_jax.config import as_quantized
 from k3_jax.layers.moe import Moe
-from k3_jax.quant.mxfp4 import TRAINED_RULE, pack, pack_rounded, rounded, unpack
-from k3_jax.quant.training import as_mxfp4, as_mxfp8
+from k3_jax.quant.mxfp4 import TRAINED_RULE, pack, pack_rounded, rounded
+from k3_jax.quant.training import as_mxfp4, as_mxfp8, with_whole_groups
 from k3_jax.state import Rows
-from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import named_leaves, with_leaves
 from pallas_kernels.situ import situ_glu
-from sharding import act_spec, make_mesh
+from sharding import act_spec, make_mesh, weight_spec
 
-EXPERTS = tuple(leaf for leaf, _ in hf.EXPERT.values())
 MOE = dict(n_experts=8, n_active=2, latent_width=64, expert_width=64)
-STEPS, FROM = 12, 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,17 +34,6 @@ def quick_compiler(quick_compiler):
 
 
 # Numbers
-
-
-def as_packed(w):
-    """What `pack` keeps of [..., n, F], groups along n, by numpy."""
-    turned = np.ascontiguousarray(np.swapaxes(np.asarray(w, np.float32), -1, -2))
-    return np.swapaxes(unpack(*pack(turned, TRAINED_RULE)), -1, -2)
-
-
-def same_bits(a, b):
-    a, b = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
-    np.testing.assert_array_equal(a, b)
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,40 +188,14 @@ def test_a_layer_is_its_definition_wherever_its_experts_are():
             np.testing.assert_allclose(g, want[2][name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-# A run
-
-
-def configured(documents, **overrides) -> TrainConfig:
-    """tests/train_config.py with experts of a width that can be packed, and changes at the top."""
-    values = train_config.get_config().to_dict()
-    values["data"]["sources"]["text"]["glob"] = documents
-    values["model"]["moe"] |= MOE
-    return from_dict(TrainConfig, values | overrides)
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("documents")
-    for i in range(40):
-        words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-        (folder / f"{i}.txt").write_text(" ".join(words))
-    return f"{folder}/*.txt"
-
-
-def program(config, **quantized):
-    tx, shape = optax.sgd(0.1), jax.ShapeDtypeStruct((1, 4, 64), jnp.int32)
-    state = jax.eval_shape(functools.partial(init_state, config, tx))
-    step = functools.partial(
-        train_step, config=config, tx=tx, learning_rate=optax.constant_schedule(0.1)
-    )
-    lowered = jax.jit(step, static_argnames="quantized").lower(
-        state, {"tokens": shape, "segments": shape}, **quantized
-    )
-    return lowered.as_text()
-
-
-def test_before_the_step_the_program_is_the_one_without(documents, one_device):
-    """Text for text, and so bit for bit."""
-    without = program(configured(documents))
-    assert program(configured(documents, qat_from_step=FROM), quantized=False) == without
-    assert "f8E4M3FN" not in without
+def test_no_group_is_cut_where_weights_are_rounded():
+    """64 inputs over four devices: outputs are split instead, or, six of them, nothing is."""
+    with jax.set_mesh(make_mesh(fsdp=4, expert=2, devices=jax.devices()[:8])):
+        for shape, want in [
+            ((8, 64, 64), P("expert", None, "fsdp")),
+            ((8, 64, 6), P("expert", None, None)),
+            ((8, 128, 6), P("expert", "fsdp", None)),
+        ]:
+            w = jax.reshard(jnp.zeros(shape), weight_spec("ELF", shape))
+            assert jax.typeof(w).sharding.spec == P("expert", "fsdp", None)
+            assert jax.typeof(with_whole_groups(w)).sharding.spec == want

@@ -139,7 +139,10 @@ def pack_rounded(w):
 def _units(w):
     """[..., n/32, 32, F], each a number of E2M1, and its blocks' scale bytes [..., n/32, 1, F]."""
     x = w.astype(jnp.float32).reshape(*w.shape[:-2], -1, BLOCK, w.shape[-1])
-    scales = _scale_bytes(jnp, jnp.max(jnp.abs(x), axis=-2, keepdims=True), TRAINED_RULE)
+    # Not of magnitudes, which XLA would write to memory first. Modelled for 22 million numbers on a
+    # v5p, us: 88 so, 149 of magnitudes, 48 for the cast to bfloat16 alone.
+    high, low = (f(x, axis=-2, keepdims=True) for f in (jnp.max, jnp.min))
+    scales = _scale_bytes(jnp, jnp.maximum(high, -low), TRAINED_RULE)
     x *= _power(254 - scales)
     # Steps between E2M1's numbers are 0.5 below 2, 1 below 4, then 2. `round` has ties to even.
     size = jnp.abs(x)

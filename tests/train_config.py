@@ -52,4 +52,7 @@ def get_config() -> ConfigDict:
     config.stage = ""
     config.qat_from_step = 0
     config.lora = dict(base="", rank=4, alpha=8.0, targets=("attn", "ffn"))
+    config.spikes = dict(threshold=0.0, window=4)
+    config.profile_at = 0
+    config.profile_steps = 3
     return config

@@ -24,6 +24,7 @@ from k3_jax.config import TrainConfig, current, from_dict, is_quantized, planned
 from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
 from k3_jax.goodput import Clock
+from k3_jax.health import Health
 from k3_jax.lora.adapters import whole
 from k3_jax.lora.frozen import open_base
 from k3_jax.metrics import Metrics
@@ -88,7 +89,7 @@ def run(config: TrainConfig, workdir: str):
 
     # Loop
     metrics, stop = Metrics(workdir, config, start, clock), StopSignal()
-    profiled = Profiler(workdir, config, metrics.say)
+    profiled, health = Profiler(workdir, config, metrics.say), Health(config)
     n_params = sum(x.size for x in jax.tree.leaves(state.model))
     metrics.begin(n_params, mesh.size)
     pending = None
@@ -108,7 +109,8 @@ def run(config: TrainConfig, workdir: str):
             is_last = step == stage.last
             is_saved = is_last or is_stopping or is_due(config.save_every, step)
             is_scored = held_out and (is_last or is_due(config.eval_every, step))
-            if is_saved or is_scored:
+            is_examined = is_due(config.health_every, step)
+            if is_saved or is_scored or is_examined:
                 report(metrics, pending, config)
                 pending = None
             if is_saved:
@@ -119,6 +121,9 @@ def run(config: TrainConfig, workdir: str):
                 with clock("evaluation"):
                     model = whole(state.model, frozen, config.lora)
                     metrics.held_out(step, held_out(model, quantized))
+            if is_examined:
+                with clock("evaluation"):
+                    metrics.write(step, health(state.model, batch, frozen, quantized))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break

@@ -97,4 +97,5 @@ def get_config() -> ConfigDict:
     config.spikes = dict(threshold=0.0, window=32)
     config.profile_at = 0
     config.profile_steps = 3
+    config.health_every = 0
     return config

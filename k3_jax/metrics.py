@@ -113,24 +113,31 @@ class Metrics:
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of `metrics.jsonl` and one point of each TensorBoard curve.
 
-        Lists, which have a number for each layer, are in the file alone.
+        Lists, which have numbers for each layer, are in the file alone.
         """
         if self._is_first:
-            curves = {k: v for k, v in values.items() if not isinstance(v, list)}
-            # JSON has no NaN: what is not finite is null.
-            finite = {k: v if math.isfinite(v) else None for k, v in curves.items()}
             stage = self._stage(step).name
             place = {"step": step} | ({"stage": stage} if stage else {})
-            self._file.write(json.dumps(place | values | finite) + "\n")
+            self._file.write(json.dumps(place | _finite(values)) + "\n")
             self._file.flush()
-            for name, value in curves.items():
-                self._board.add_scalar(name, value, step)
+            for name, value in values.items():
+                if not isinstance(value, list):
+                    self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._bar.stop()
         if self._is_first:
             self._file.close()
             self._board.close()
+
+
+def _finite(values):
+    """JSON has no NaN: what is not finite is null."""
+    if isinstance(values, dict):
+        return {k: _finite(v) for k, v in values.items()}
+    if isinstance(values, list):
+        return [_finite(v) for v in values]
+    return values if math.isfinite(values) else None
 
 
 def _stepping(spent: dict[str, float]) -> float:

@@ -171,7 +171,8 @@ class TrainConfig:
     """A run: `steps` optimizer steps of `data.batch` rows in `accumulate` micro-batches.
 
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
-    skipped steps in a row. `eval_every`, `save_every` and `log_every` are in steps; 0 is never.
+    skipped steps in a row. `eval_every`, `save_every`, `log_every` and `health_every` (figures by
+    layer, `k3_jax.health`) are in steps; 0 is never.
     `profile_steps` steps are traced from step `profile_at` on (0: none), and when a file asks.
     From step `qat_from_step` on (they count from 1; 0 is never) routed experts are trained as they
     will be served: weights MXFP4, what goes into their products MXFP8 (`k3_jax.quant.training`).
@@ -203,6 +204,7 @@ class TrainConfig:
     spikes: SpikeConfig = SpikeConfig()
     profile_at: int = 0
     profile_steps: int = 3
+    health_every: int = 0
 
     def __post_init__(self):
         check_train(self)

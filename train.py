@@ -7,11 +7,11 @@ again. SIGTERM saves first and exits with 0. With --compile_only --topology=v5p:
 compiled for that slice, which need not be here: does it fit, what does it move, how long at best.
 """
 
-import contextlib
 import dataclasses
 import functools
 import signal
 import sys
+from contextlib import closing
 
 import jax
 from absl import app, flags, logging
@@ -23,10 +23,13 @@ from k3_jax.checks import check_stages
 from k3_jax.config import TrainConfig, current, from_dict, is_quantized, planned, to_dict
 from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
+from k3_jax.goodput import Clock
+from k3_jax.health import Health
 from k3_jax.lora.adapters import whole
 from k3_jax.lora.frozen import open_base
 from k3_jax.metrics import Metrics
 from k3_jax.optim import make_optimizer, schedule
+from k3_jax.profile import Profiler
 from k3_jax.tokenizer import load_tokenizer
 from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
@@ -59,6 +62,7 @@ def main(_):
 
 
 def run(config: TrainConfig, workdir: str):
+    clock = Clock()
     # Mesh and data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     jax.set_mesh(mesh)
@@ -84,35 +88,44 @@ def run(config: TrainConfig, workdir: str):
     step_fn = jax.jit(bound, donate_argnums=0, static_argnames=("config", "quantized"))
 
     # Loop
-    metrics, stop = Metrics(workdir, config, start), StopSignal()
+    metrics, stop = Metrics(workdir, config, start, clock), StopSignal()
+    profiled, health = Profiler(workdir, config, metrics.say), Health(config)
     n_params = sum(x.size for x in jax.tree.leaves(state.model))
     metrics.begin(n_params, mesh.size)
     if config.qat_from_step:
         metrics.say(f"experts train as they will be served from step {config.qat_from_step}")
     pending = None
-    with contextlib.closing(loader), contextlib.closing(metrics), store:
+    with closing(clock), closing(loader), closing(metrics), closing(profiled), store:
         for stage, step in ((s, i) for s in now for i in s.steps_after(start)):
-            c, rows = stage.config, loader.rows(stage)
-            batch = {k: micro_batches(v, c.accumulate, mesh) for k, v in rows.items()}
+            with clock("data"):
+                rows = loader.rows(stage)
+            batch = {k: micro_batches(v, stage.config.accumulate, mesh) for k, v in rows.items()}
             quantized = is_quantized(config.qat_from_step, step)
-            state, values = step_fn(state, batch, frozen, config=c, quantized=quantized)
+            how = dict(config=stage.config, quantized=quantized)
+            state, values = profiled(step, step_fn, state, batch, frozen, **how)
+            clock.device_has(values)
             # The step before this one is told of now, so that the device never waits for the host.
             report(metrics, pending, config)
             pending = step, values
             is_stopping = stop.is_set  # read once: a later signal stops the step after this one
-            is_last = step == stage.last or is_stopping
-            if is_last or (config.save_every and step % config.save_every == 0):
-                meta = {"config": to_dict(config), **base.meta}
-                with metrics.pause():
-                    store.save(step, nest(named_leaves(state)), loader.state(), meta)
-            is_evaluated = held_out and (step == stage.last or step % config.eval_every == 0)
-            if is_evaluated or step == stage.last:
+            is_last = step == stage.last
+            is_saved = is_last or is_stopping or is_due(config.save_every, step)
+            is_scored = held_out and (is_last or is_due(config.eval_every, step))
+            is_examined = is_due(config.health_every, step)
+            if is_saved or is_scored or is_examined:
                 report(metrics, pending, config)
                 pending = None
-            if is_evaluated:
-                with metrics.pause():
+            if is_saved:
+                with clock("checkpoint"):
+                    meta = {"config": to_dict(config), **base.meta}
+                    store.save(step, nest(named_leaves(state)), loader.state(), meta)
+            if is_scored:
+                with clock("evaluation"):
                     model = whole(state.model, frozen, config.lora)
                     metrics.held_out(step, held_out(model, quantized))
+            if is_examined:
+                with clock("evaluation"):
+                    metrics.write(step, health(state.model, batch, frozen, quantized))
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break
@@ -135,6 +148,11 @@ def restore_or_init(config, tx, store, loader):
     return with_leaves(abstract, flatten(restored.state)), restored.step
 
 
+def is_due(every: int, step: int) -> bool:
+    """Whether a step is one of every so many; 0 is never."""
+    return every > 0 and step % every == 0
+
+
 def report(metrics, pending, config):
     """Tell of a step that is done; stop the run after too many bad ones in a row."""
     if pending is None:
@@ -143,9 +161,9 @@ def report(metrics, pending, config):
     metrics.step(step, values)
     if values["bad_in_row"] >= config.max_bad_steps:
         raise ValueError(
-            f"the loss or gradient was not finite in {values['bad_in_row']} steps in a row up to "
-            f"step {step}; none of them changed the weights. Lower optim.learning_rate or look at "
-            "the data"
+            f"the loss or gradient was not finite or a spike in {values['bad_in_row']} steps in a "
+            f"row up to step {step}; none of them changed the weights. Lower optim.learning_rate "
+            "or look at the data"
         )
 
 

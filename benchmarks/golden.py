@@ -59,8 +59,8 @@ def embed(model, tokens_BT):
 @jax.jit
 def forward(model, x_BTD, segments_BT, forced_ZBTA=None):
     """Logits, running sums after each layer, chosen experts."""
-    out = model(x_BTD, segments_BT, forced_ZBTA=forced_ZBTA, keep_stream=True)
-    return model.logits(out.hidden_BTD), out.stream_YBTD, out.routing.experts_BTA
+    out = model(x_BTD, segments_BT, forced_ZBTA=forced_ZBTA, look=lambda _, at: at.after_BTD)
+    return model.logits(out.hidden_BTD), out.seen, out.routing.experts_BTA
 
 
 def padded(tokens, segments):

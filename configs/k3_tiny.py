@@ -100,4 +100,8 @@ def get_config() -> ConfigDict:
     # Never: the report quantises through all of post-training, and this is pre-training.
     config.qat_from_step = 0
     config.lora = dict(base="", rank=16, alpha=16.0, targets=("attn", "ffn"))
+    config.spikes = dict(threshold=0.0, window=32)
+    config.profile_at = 0
+    config.profile_steps = 3
+    config.health_every = 0
     return config

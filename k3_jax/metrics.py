@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import time
 from datetime import timedelta
 
 import jax
@@ -15,6 +14,7 @@ from tensorboardX import SummaryWriter
 from k3_jax.chips import peak_flops
 from k3_jax.config import Stage, TrainConfig, planned, to_dict
 from k3_jax.flops import train_flops_per_token
+from k3_jax.goodput import Clock
 from k3_jax.report.record import describe
 
 
@@ -22,15 +22,16 @@ class Metrics:
     """Writes the same numbers for people and for programs. Only process 0 writes.
 
     In a run of stages every line names its stage. A resumed run drops the lines after the step it
-    resumes from, which it will make again.
+    resumes from, which it will make again. The clock goes on from what the lines told of earlier
+    starts.
     """
 
-    def __init__(self, workdir, config: TrainConfig, start: int):
+    def __init__(self, workdir, config: TrainConfig, start: int, clock: Clock):
         self._workdir, self._config, self._start = epath.Path(workdir), config, start
-        self._is_first = jax.process_index() == 0
+        self._is_first, self._clock = jax.process_index() == 0, clock
         self._stages = planned(config)
         self._n_steps = self._stages[-1].last
-        self._since, self._tokens = time.monotonic(), 0
+        self._tokens, told = 0, []
         self._console = Console(soft_wrap=True, highlight=False)
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_shown = self._is_first and sys.stdout.isatty()
@@ -38,14 +39,14 @@ class Metrics:
         self._task = self._bar.add_task("training", total=self._n_steps, completed=start)
         if self._is_first:
             path = self._workdir / "metrics.jsonl"
-            kept = []
-            if path.exists():
-                lines = path.read_text().splitlines()
-                kept = [x for x in lines if x.endswith("}") and json.loads(x)["step"] <= start]
-            path.write_text("".join(x + "\n" for x in kept))
+            lines = path.read_text().splitlines() if path.exists() else []
+            told = [json.loads(x) for x in lines if x.endswith("}")]
+            path.write_text("".join(json.dumps(x) + "\n" for x in told if x["step"] <= start))
             self._file = path.open("a")
             self._board = SummaryWriter(str(workdir), purge_step=start + 1)
         self._bar.start()
+        clock.go_on(told, start)
+        self._since = _stepping(clock.seconds())
 
     def begin(self, n_params: int, n_devices: int) -> None:
         """Say what runs on what, also to `k3_jax.report`."""
@@ -67,17 +68,19 @@ class Metrics:
         every, stage = self._config.log_every, self._stage(step)
         if not every or step % every and step != stage.last:
             return
-        seconds = time.monotonic() - self._since
+        spent = self._clock.seconds()
+        seconds = _stepping(spent) - self._since
         rate = self._tokens / seconds
         c = stage.config
         a_token = train_flops_per_token(c.model, c.data.seq_len, bool(c.lora.base))
         flops = rate * a_token / jax.device_count()
         values = values | {"tokens_per_second": rate, "tflops_per_device": flops / 1e12}
+        values |= spent
         peak = peak_flops()
         if peak:
             values["mfu"] = flops / peak
         left = (self._n_steps - step) * seconds / max(step - self._start, 1)
-        self._since, self._tokens, self._start = time.monotonic(), 0, step
+        self._since, self._tokens, self._start = _stepping(spent), 0, step
         self.write(step, values)
         self.say(
             f"{self._place(step)}  loss {values['loss']:.4f}  "
@@ -86,6 +89,8 @@ class Metrics:
             + (f"MFU {100 * flops / peak:.1f} %  " if peak else "")
             + (f"load {values['load_max']:.2f}  " if "load_max" in values else "")
             + (f"skipped {values['skipped']:.0f}  " if values["skipped"] else "")
+            + (f"spikes {values['spikes']:.0f}  " if values["spikes"] else "")
+            + f"goodput {100 * spent['goodput']:.0f} %  "
             + f"ETA {timedelta(seconds=round(left))}"
         )
 
@@ -105,25 +110,19 @@ class Metrics:
         stage = self._stage(step).name
         return f"step {step}/{self._n_steps}" + (f"  {stage}" if stage else "")
 
-    def pause(self) -> "Pause":
-        """A stretch of time that tokens per second shall not count, as a context manager."""
-        return Pause(self)
-
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of `metrics.jsonl` and one point of each TensorBoard curve.
 
-        Lists, which have a number for each layer, are in the file alone.
+        Lists, which have numbers for each layer, are in the file alone.
         """
         if self._is_first:
-            curves = {k: v for k, v in values.items() if not isinstance(v, list)}
-            # JSON has no NaN: what is not finite is null.
-            finite = {k: v if math.isfinite(v) else None for k, v in curves.items()}
             stage = self._stage(step).name
             place = {"step": step} | ({"stage": stage} if stage else {})
-            self._file.write(json.dumps(place | values | finite) + "\n")
+            self._file.write(json.dumps(place | _finite(values)) + "\n")
             self._file.flush()
-            for name, value in curves.items():
-                self._board.add_scalar(name, value, step)
+            for name, value in values.items():
+                if not isinstance(value, list):
+                    self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._bar.stop()
@@ -132,14 +131,15 @@ class Metrics:
             self._board.close()
 
 
-class Pause:
-    """See `Metrics.pause`."""
+def _finite(values):
+    """JSON has no NaN: what is not finite is null."""
+    if isinstance(values, dict):
+        return {k: _finite(v) for k, v in values.items()}
+    if isinstance(values, list):
+        return [_finite(v) for v in values]
+    return values if math.isfinite(values) else None
 
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
 
-    def __enter__(self):
-        self._started = time.monotonic()
-
-    def __exit__(self, *_):
-        self._metrics._since += time.monotonic() - self._started
+def _stepping(spent: dict[str, float]) -> float:
+    """The seconds by which tokens per second are counted."""
+    return spent["seconds_productive"] + spent["seconds_data"]

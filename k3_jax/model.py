@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
 from k3_jax.layers.moe import CAME_BACK, Moe, Routing
 from k3_jax.layers.norm import rms_norm
+from k3_jax.layers.passage import Passage, unseen
 from k3_jax.loops import held, hold, repeat, stacks, taken
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from k3_jax.tree import named_leaves, with_leaves
@@ -90,17 +91,16 @@ def layer_places(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
 class Output:
     """What a call returns.
 
-    `hidden_BTD`: after the final norm. `cache`: None when none was given. `routing`: of each
-    of the Z MoE layers, stacked. `stream_YBTD`: with `keep_stream`, the running sum
-    after each of the Y layers. `largest`: with `keep_largest` and no cache, the largest logit of
-    each head of the MLA layers; largest[block][part][run] has the leading axes of that run's
-    parameters.
+    `hidden_BTD`: after the final norm. `cache`: None when none was given. `routing`: of each of the
+    Z MoE layers, stacked. `seen`: what `look` returned of each layer, stacked. `largest`: with
+    `keep_largest` and no cache, the largest logit of each head of the MLA layers;
+    largest[block][part][run] has the leading axes of that run's parameters.
     """
 
     hidden_BTD: jax.Array
     cache: K3Cache | None
     routing: Routing | None
-    stream_YBTD: jax.Array | None
+    seen: Any
     largest: tuple | None
 
 
@@ -116,17 +116,20 @@ class Layer(nnx.Module):
         self.attn = (Mla if index in c.mla_layers else Kda)(c, rngs=rngs)
         self.ffn = (DenseFfn if index < c.n_dense else Moe)(c, rngs=rngs)
 
-    def __call__(self, sum_BTD, is_first, bank: Bank, rows: Rows, cache, forced_BTA):
+    def __call__(self, before_BTD, is_first, bank: Bank, rows: Rows, cache, forced_BTA, look):
         """The block's running sum after this layer; `is_first` in the block, it starts anew."""
-        x_BTD = self.attn_res(sum_BTD, bank, has_sum=~is_first)
-        y_BTD, kept = self.attn(rms_norm(x_BTD, read(self.attn_norm_D), self.eps), rows, cache)
+        x_BTD = self.attn_res(before_BTD, bank, has_sum=~is_first)
+        attn_in_BTD = rms_norm(x_BTD, read(self.attn_norm_D), self.eps)
+        y_BTD, kept = self.attn(attn_in_BTD, rows, cache)
         cache, largest_H = (None, kept) if cache is None else (kept, None)
-        sum_BTD = jnp.where(is_first, jnp.zeros((), y_BTD.dtype), sum_BTD) + y_BTD
+        sum_BTD = jnp.where(is_first, jnp.zeros((), y_BTD.dtype), before_BTD) + y_BTD
         x_BTD = self.ffn_res(sum_BTD, bank, has_sum=True)
-        y_BTD, routing = self.ffn(
-            rms_norm(x_BTD, read(self.ffn_norm_D), self.eps), rows, forced_BTA
-        )
-        return sum_BTD + y_BTD, cache, (routing, largest_H)
+        ffn_in_BTD = rms_norm(x_BTD, read(self.ffn_norm_D), self.eps)
+        y_BTD, routing = self.ffn(ffn_in_BTD, rows, forced_BTA)
+        after_BTD = sum_BTD + y_BTD
+        given = before_BTD, is_first, bank, rows
+        seen = look(self, Passage(*given, attn_in_BTD, sum_BTD, ffn_in_BTD, after_BTD))
+        return after_BTD, cache, (routing, largest_H, seen)
 
 
 class Group(nnx.Module):
@@ -144,8 +147,8 @@ class Group(nnx.Module):
         """Its MoE layers."""
         return sum(n for n, is_moe in zip(self.lengths, self.is_moe, strict=True) if is_moe)
 
-    def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, keep_stream):
-        """The sum after the group, its caches, and per run (routing, largest logits, sums).
+    def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, look):
+        """The sum after the group, its caches, and per run (routing, largest logits, what is seen).
 
         is_first: the group is its block's first.
         """
@@ -153,9 +156,8 @@ class Group(nnx.Module):
         def step(sum_BTD, xs, cache):
             layer, is_first, forced_BTA = xs
             layer = taken(layer)
-            run = remat(lambda layer, *x: layer(*x), self.remat, "layer")
-            sum_BTD, cache, told = run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
-            return sum_BTD, cache, (*told, sum_BTD if keep_stream else None)
+            run = remat(lambda layer, *x: layer(*x, look), self.remat, "layer")
+            return run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
 
         after, found, z = [], [], 0
         for r, (layers, n) in enumerate(zip(self.runs, self.lengths, strict=True)):
@@ -181,16 +183,17 @@ class Blocks(nnx.Module):
         self.lengths = tuple(len(part) // plan.n_blocks for part in plan.parts)
         self.parts = nnx.List([stacked(Group, c, p[0], n=len(p), rngs=rngs) for p in plan.parts])
 
-    def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, keep_stream: bool):
+    def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, look):
         """The sum of the last block, the bank with what came before it, and the caches; then the
-        routing of the MoE layers and the sums, in the layers' order, and largest logits by runs."""
+        routing of the MoE layers and what is seen of all, in the layers' order, and largest logits
+        by runs."""
         n, given = self.n_blocks, (list(self.parts), forced_ZBTA)
 
         def step(carry, xs, caches):
             (sum_BTD, made), (i, *xs) = carry, xs
             made = tuple(jnp.where(i == k, sum_BTD, row) for k, row in enumerate(made))
             here = Bank((*bank.rows, *made), (*bank.is_there, *(k <= i for k in range(n))))
-            sum_BTD, caches, out = self._block(sum_BTD, here, rows, caches, *xs, keep_stream)
+            sum_BTD, caches, out = self._block(sum_BTD, here, rows, caches, *xs, look)
             return (sum_BTD, made), caches, out
 
         # Room for the sum before each of these blocks.
@@ -206,13 +209,13 @@ class Blocks(nnx.Module):
         groups = zip(self.parts, self.lengths, strict=True)
         return self.n_blocks * sum(n * group.n_moe for group, n in groups)
 
-    def _block(self, sum_BTD, bank, rows, caches, parts, forced_ZBTA, keep_stream):
+    def _block(self, sum_BTD, bank, rows, caches, parts, forced_ZBTA, look):
         def step(sum_BTD, xs, cache):
             group, is_first, forced_ZBTA = xs
-            run = remat(lambda g, *x: g(*x, keep_stream), self.remat, "group")
+            run = remat(lambda g, *x: g(*x, look), self.remat, "group")
             return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA)
 
-        after, routing, stream, largest, z = [], [], [], [], 0
+        after, routing, seen, largest, z = [], [], [], [], 0
         for p, (groups, n) in enumerate(zip(parts, self.lengths, strict=True)):
             forced = None
             if forced_ZBTA is not None:
@@ -224,9 +227,9 @@ class Blocks(nnx.Module):
             after.append(cache)
             routing += in_order(out[0])
             largest.append(out[1])
-            stream += in_order(out[2])
+            seen += in_order(out[2])
         after = None if caches is None else tuple(after)
-        return sum_BTD, after, (_concatenate(routing), _concatenate(stream), tuple(largest))
+        return sum_BTD, after, (_concatenate(routing), _concatenate(seen), tuple(largest))
 
 
 def _split(n: int, x):
@@ -279,7 +282,7 @@ class K3(nnx.Module):
         cache: K3Cache | None = None,
         *,
         forced_ZBTA=None,
-        keep_stream=False,
+        look=unseen,
         counted_BT=None,
         keep_largest=False,
     ) -> Output:
@@ -289,7 +292,8 @@ class K3(nnx.Module):
         With a cache each row is one document, padded on the right only: its tokens (any segment
         but 0) follow those in the cache, and the cache afterwards holds them too.
         With `counted_BT` (booleans) routing has what balancing the experts needs to know of these
-        tokens.
+        tokens. `look(layer, passage)` is called within each layer; the arrays that it returns, of
+        equal shapes for all layers, come out with a leading axis over them.
         """
         segments_BT = jax.reshard(segments_BT, act_spec("BT"))
         if counted_BT is not None:
@@ -304,15 +308,15 @@ class K3(nnx.Module):
             slots_BT = cache.length_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1
             rows = Rows(segments_BT, jnp.where(real_BT, slots_BT, -1), counted_BT)
         bank, sum_BTD = Bank(), jax.reshard(x_BTD, act_spec("BTD"))
-        after, routing, stream, largest, z = [], [], [], [], 0
+        after, routing, seen, largest, z = [], [], [], [], 0
         for i, blocks in enumerate(self.blocks if cache is None else held(self.blocks)):
             caches = None if cache is None else hold(cache.blocks[i])
             forced = None
             if forced_ZBTA is not None:
                 forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
-            sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, keep_stream)
+            sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, look)
             after.append(stacks(caches))
-            for kept, found in zip((routing, stream), out[:2], strict=True):
+            for kept, found in zip((routing, seen), out[:2], strict=True):
                 kept += [] if found is None else [found]
             largest.append(out[2])
         mixed_BTD = self.out_res(sum_BTD, bank, has_sum=True)
@@ -321,7 +325,7 @@ class K3(nnx.Module):
             blocks = jax.tree.map(lambda x, old: x.reshape(old.shape), tuple(after), cache.blocks)
             cache = K3Cache(blocks, cache.length_B + jnp.sum(real_BT, axis=1))
         largest = tuple(largest) if keep_largest else None
-        return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(stream), largest)
+        return Output(hidden_BTD, cache, _concatenate(routing), _concatenate(seen), largest)
 
 
 def _look_up(ids_BT, table_VD):

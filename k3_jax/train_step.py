@@ -16,6 +16,7 @@ from k3_jax.lora import adapters
 from k3_jax.loss import cross_entropy, next_tokens
 from k3_jax.model import K3, abstract, router_biases, with_router_biases
 from k3_jax.optim.qk_clip import clip_logits, largest_of_all
+from k3_jax.spikes import Recent, judge, none_yet
 from k3_jax.tree import named_leaves, with_leaves
 
 F32 = jnp.float32
@@ -27,7 +28,8 @@ class TrainState:
     """Everything that an optimizer step reads and writes.
 
     `model`: what is trained, all weights or adapters (`k3_jax.lora.adapters`) alone. `skipped`
-    counts the steps whose loss or gradient was not finite, `bad_in_row` the latest run of them.
+    counts the steps whose loss or gradient was not finite or a spike, `bad_in_row` the latest run
+    of them; `recent` is what a spike is told by.
     """
 
     model: K3 | dict
@@ -35,6 +37,7 @@ class TrainState:
     step: jax.Array
     skipped: jax.Array
     bad_in_row: jax.Array
+    recent: Recent
 
 
 def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainState:
@@ -50,7 +53,8 @@ def init_state(config: TrainConfig, tx: optax.GradientTransformation) -> TrainSt
     # Scalars made without a placement would be restored onto one device of the mesh.
     opt = jax.tree.map(lambda x: x if x.ndim else jax.reshard(x, P()), tx.init(model))
     counters = (jax.reshard(jnp.zeros((), jnp.int32), P()) for _ in range(3))
-    return TrainState(model, opt, *counters)
+    recent = jax.tree.map(lambda x: jax.reshard(x, P()), none_yet(config.spikes))
+    return TrainState(model, opt, *counters, recent)
 
 
 def loss_sums(model: K3, config: TrainConfig, batch: dict, quantized=False, **keep):
@@ -131,7 +135,8 @@ def train_step(
 
     The loss is the mean over all real targets of the step, however they are packed or split into
     micro-batches. The router biases, which have no gradient, become those that would have balanced
-    this step. A step whose loss or gradient is not finite changes nothing but its counters.
+    this step. A step whose loss or gradient is not finite, or a spike (`k3_jax.spikes`), changes
+    nothing but its counters and what the next spike is told by.
     `quantized`: experts compute as they will be served (`TrainConfig.qat_from_step`). base: the
     frozen model, where adapters are trained.
     """
@@ -142,7 +147,8 @@ def train_step(
     grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
     loss, grad_norm = sums.nats / count, optax.tree.norm(grads)
 
-    is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    is_spike, recent = judge(state.recent, loss, grad_norm, config.spikes)
+    is_good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & ~is_spike
     updates, opt = tx.update(grads, state.opt, state.model)
     model = optax.apply_updates(state.model, updates)
     if routed is not None:
@@ -156,7 +162,7 @@ def train_step(
     )
     bad = 1 - is_good.astype(jnp.int32)
     after = TrainState(
-        model, opt, state.step + 1, state.skipped + bad, (state.bad_in_row + 1) * bad
+        model, opt, state.step + 1, state.skipped + bad, (state.bad_in_row + 1) * bad, recent
     )
     metrics = {
         "loss": loss,
@@ -166,6 +172,7 @@ def train_step(
         "tokens": sums.count,
         "skipped": after.skipped,
         "bad_in_row": after.bad_in_row,
+        "spikes": recent.n_spikes,
     }
     if routed is not None:
         metrics |= figures(routed[1], router_biases(model if base is None else base))

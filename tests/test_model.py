@@ -269,7 +269,7 @@ def test_blocks_that_are_alike_are_each_its_own(one_device):
     @jax.jit
     def run(model, x_BTD):
         def loss(model, x_BTD):
-            out = model(x_BTD, segments_BT, keep_stream=True)
+            out = model(x_BTD, segments_BT, look=lambda _, at: at.after_BTD)
             return jnp.sum(jnp.sin(out.hidden_BTD) * (segments_BT != 0)[..., None]), out
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(model, x_BTD)
@@ -277,7 +277,7 @@ def test_blocks_that_are_alike_are_each_its_own(one_device):
     (_, got), (of_model, of_x) = run(model, x_BTD)
     (_, want), (of_each, of_same_x) = run(one_by_one(model), x_BTD)
     np.testing.assert_allclose(got.hidden_BTD, want.hidden_BTD, atol=2e-5)
-    np.testing.assert_allclose(got.stream_YBTD, want.stream_YBTD, atol=2e-5)
+    np.testing.assert_allclose(got.seen, want.seen, atol=2e-5)
     assert np.array_equal(got.routing.experts_BTA, want.routing.experts_BTA)
     np.testing.assert_allclose(of_x, of_same_x, atol=1e-4)
     pairs = zip(jax.tree.leaves(one_by_one(of_model)), jax.tree.leaves(of_each), strict=True)

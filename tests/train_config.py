@@ -52,4 +52,8 @@ def get_config() -> ConfigDict:
     config.stage = ""
     config.qat_from_step = 0
     config.lora = dict(base="", rank=4, alpha=8.0, targets=("attn", "ffn"))
+    config.spikes = dict(threshold=0.0, window=4)
+    config.profile_at = 0
+    config.profile_steps = 3
+    config.health_every = 0
     return config

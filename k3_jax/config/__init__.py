@@ -17,6 +17,7 @@ einsum string and in `sharding/rules.py`. The middle column is the released mode
     X   12288   channels of all KDA heads, H k    U    1000   bins of a required router bias
     P       -   devices, each with tokens of its own
     K       -   rank of an adapter
+    w      32   steps by whose loss a spike is told
 """
 
 from k3_jax.config.lora import LoraConfig
@@ -36,6 +37,7 @@ from k3_jax.config.run import (
     OptimConfig,
     ShareConfig,
     SourceConfig,
+    SpikeConfig,
     StageConfig,
     TrainConfig,
     is_quantized,
@@ -54,6 +56,7 @@ __all__ = [
     "OptimConfig",
     "ShareConfig",
     "SourceConfig",
+    "SpikeConfig",
     "Stage",
     "StageConfig",
     "TrainConfig",

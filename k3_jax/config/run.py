@@ -150,11 +150,30 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """Steps that are skipped because their loss or gradient norm leaps (`k3_jax.spikes`).
+
+    `threshold`: how many spreads above the median of the last `window` steps; 0 skips none.
+    """
+
+    threshold: float = 0.0
+    window: int = 32
+
+    def __post_init__(self):
+        if not self.threshold >= 0:
+            raise ValueError(f"spikes.threshold={self.threshold} must be above 0, or 0 for none")
+        if self.window < 4:
+            raise ValueError(f"spikes.window={self.window} steps are too few; at least 4")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A run: `steps` optimizer steps of `data.batch` rows in `accumulate` micro-batches.
 
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
-    skipped steps in a row. `eval_every`, `save_every` and `log_every` are in steps; 0 is never.
+    skipped steps in a row. `eval_every`, `save_every`, `log_every` and `health_every` (figures by
+    layer, `k3_jax.health`) are in steps; 0 is never.
+    `profile_steps` steps are traced from step `profile_at` on (0: none), and when a file asks.
     From step `qat_from_step` on (they count from 1; 0 is never) routed experts are trained as they
     will be served: weights MXFP4, what goes into their products MXFP8 (`k3_jax.quant.training`).
 
@@ -182,6 +201,10 @@ class TrainConfig:
     stage: str = ""
     qat_from_step: int = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
+    spikes: SpikeConfig = SpikeConfig()
+    profile_at: int = 0
+    profile_steps: int = 3
+    health_every: int = 0
 
     def __post_init__(self):
         check_train(self)
@@ -249,6 +272,17 @@ def check_train(c: TrainConfig) -> None:
     if d.seq_len < MIN_SEQ_LEN:
         raise ValueError(
             f"data.seq_len={d.seq_len} is shorter than one KDA chunk of {MIN_SEQ_LEN} tokens"
+        )
+    if c.profile_at < 0 or c.profile_steps < 1:
+        raise ValueError(
+            f"profile_at={c.profile_at} must be a step, or 0 for none, and profile_steps="
+            f"{c.profile_steps} at least 1"
+        )
+    n_skipped = -(-c.spikes.window // 2)
+    if c.spikes.threshold and n_skipped >= c.max_bad_steps:
+        raise ValueError(
+            f"spikes.window={c.spikes.window} skips {n_skipped} steps until it follows a loss that "
+            f"moved for good, but max_bad_steps={c.max_bad_steps} in a row stop the run"
         )
     if d.interleave < 1:
         raise ValueError(f"data.interleave={d.interleave} must be at least 1")

@@ -8,7 +8,7 @@ from flax import nnx
 
 from k3_jax.axes import ones, read, weight, zeros
 from k3_jax.config import ModelConfig
-from pallas_kernels.attn_res import mix
+from pallas_kernels.attn_res import mix, mix_weights
 from sharding import on_shards
 
 F32 = jnp.float32
@@ -42,13 +42,20 @@ class AttnRes(nnx.Module):
 
     def __call__(self, sum_BTD, bank: Bank, has_sum):
         """The mixture [B, T, D] of the bank's rows and, where `has_sum`, of the running sum."""
+        return self._run(mix, "BTD", sum_BTD, bank, has_sum)
+
+    def weights(self, sum_BTD, bank: Bank, has_sum):
+        """weights_JBT of the mixture: of the running sum, then of the bank's rows."""
+        return self._run(mix_weights, "JBT", sum_BTD, bank, has_sum)
+
+    def _run(self, fn, letters, sum_BTD, bank, has_sum):
         rows, there = (sum_BTD, *bank.rows), (has_sum, *bank.is_there)
         is_there_J = jnp.stack([jnp.asarray(x, jnp.int32) for x in there])
         probe_D = read(self.norm_D, F32) * read(self.query_D, F32)
 
         def run(*args):
-            return mix(args[:-2], *args[-2:], eps=self.eps)
+            return fn(args[:-2], *args[-2:], eps=self.eps)
 
         # A Pallas call needs shard_map.
-        signature = ",".join(["BTD"] * len(rows)) + ",D,. -> BTD"
+        signature = ",".join(["BTD"] * len(rows)) + f",D,. -> {letters}"
         return on_shards(run, signature)(*rows, probe_D, is_there_J)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attn_res.mosaic import LANES, MOST, mix_mosaic
-from pallas_kernels.attn_res.reference import mix_reference
+from pallas_kernels.attn_res.reference import mix_reference, mix_weights
 from pallas_kernels.common import automatic
 
 IMPLS = ("auto", "pallas", "reference")
 DTYPES = (jnp.bfloat16, jnp.float32)
 
-__all__ = ["mix"]
+__all__ = ["mix", "mix_weights"]
 
 
 def mix(

@@ -66,15 +66,9 @@ def run(config: TrainConfig, workdir: str):
     # Mesh and data
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     jax.set_mesh(mesh)
-    here = row_share(mesh)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    check_stages(config, mesh, tokenizer.vocab_size, here[1])
-    stages, now, base = planned(config), current(config), open_base(config)
-    loader = StagedLoader(stages, tokenizer, *here)
-    held_out = None
-    if config.eval_every:
-        batches = heldout_batches(config.data, tokenizer, *here, config.eval_batches)
-        held_out = HeldOut(config, batches, tokenizer, mesh)
+    stages, now = planned(config), current(config)
+    loader, held_out = open_data(config, stages, mesh)
+    base = open_base(config)
 
     # State and step
     n_steps = stages[-1].last
@@ -90,11 +84,7 @@ def run(config: TrainConfig, workdir: str):
     # Loop
     metrics, stop = Metrics(workdir, config, start, clock), StopSignal()
     profiled, health = Profiler(workdir, config, metrics.say), Health(config)
-    n_params = sum(x.size for x in jax.tree.leaves(state.model))
-    metrics.begin(n_params, mesh.size)
-    if config.qat_from_step:
-        metrics.say(f"experts train as they will be served from step {config.qat_from_step}")
-    pending = None
+    metrics.begin(sum(x.size for x in jax.tree.leaves(state.model)), mesh.size)
     with closing(clock), closing(loader), closing(metrics), closing(profiled), store:
         for stage, step in ((s, i) for s in now for i in s.steps_after(start)):
             with clock("data"):
@@ -104,17 +94,14 @@ def run(config: TrainConfig, workdir: str):
             how = dict(config=stage.config, quantized=quantized)
             state, values = profiled(step, step_fn, state, batch, frozen, **how)
             clock.device_has(values)
-            # The step before this one is told of now, so that the device never waits for the host.
-            report(metrics, pending, config)
-            pending = step, values
+            metrics.later(step, values)
             is_stopping = stop.is_set  # read once: a later signal stops the step after this one
             is_last = step == stage.last
             is_saved = is_last or is_stopping or is_due(config.save_every, step)
             is_scored = held_out and (is_last or is_due(config.eval_every, step))
             is_examined = is_due(config.health_every, step)
             if is_saved or is_scored or is_examined:
-                report(metrics, pending, config)
-                pending = None
+                metrics.now()
             if is_saved:
                 with clock("checkpoint"):
                     meta = {"config": to_dict(config), **base.meta}
@@ -129,7 +116,19 @@ def run(config: TrainConfig, workdir: str):
             if is_stopping:
                 metrics.say(f"stopped by a signal: step {step} is saved")
                 break
-        report(metrics, pending, config)
+        metrics.now()
+
+
+def open_data(config, stages, mesh):
+    """The rows of all stages; and the held-out loss, None where none is asked for."""
+    here = row_share(mesh)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_stages(config, mesh, tokenizer.vocab_size, here[1])
+    loader = StagedLoader(stages, tokenizer, *here)
+    if not config.eval_every:
+        return loader, None
+    batches = heldout_batches(config.data, tokenizer, *here, config.eval_batches)
+    return loader, HeldOut(config, batches, tokenizer, mesh)
 
 
 def restore_or_init(config, tx, store, loader):
@@ -151,20 +150,6 @@ def restore_or_init(config, tx, store, loader):
 def is_due(every: int, step: int) -> bool:
     """Whether a step is one of every so many; 0 is never."""
     return every > 0 and step % every == 0
-
-
-def report(metrics, pending, config):
-    """Tell of a step that is done; stop the run after too many bad ones in a row."""
-    if pending is None:
-        return
-    step, values = pending[0], {k: v.tolist() for k, v in jax.device_get(pending[1]).items()}
-    metrics.step(step, values)
-    if values["bad_in_row"] >= config.max_bad_steps:
-        raise ValueError(
-            f"the loss or gradient was not finite or a spike in {values['bad_in_row']} steps in a "
-            f"row up to step {step}; none of them changed the weights. Lower optim.learning_rate "
-            "or look at the data"
-        )
 
 
 class StopSignal:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from k3_jax.checkpoint.zarr import replace_text
 from k3_jax.chips import peak_flops
 from k3_jax.config import Stage, TrainConfig, planned, to_dict
 from k3_jax.flops import train_flops_per_token
@@ -31,7 +32,7 @@ class Metrics:
         self._is_first, self._clock = jax.process_index() == 0, clock
         self._stages = planned(config)
         self._n_steps = self._stages[-1].last
-        self._tokens, told = 0, []
+        self._tokens, self._pending, told = 0, None, []
         self._console = Console(soft_wrap=True, highlight=False)
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         is_shown = self._is_first and sys.stdout.isatty()
@@ -41,7 +42,8 @@ class Metrics:
             path = self._workdir / "metrics.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
             told = [json.loads(x) for x in lines if x.endswith("}")]
-            path.write_text("".join(json.dumps(x) + "\n" for x in told if x["step"] <= start))
+            kept = (json.dumps(x) + "\n" for x in told if x["step"] <= start)
+            replace_text(path, "".join(kept))
             self._file = path.open("a")
             self._board = SummaryWriter(str(workdir), purge_step=start + 1)
         self._bar.start()
@@ -53,6 +55,8 @@ class Metrics:
         devices = f"{n_devices} x {jax.devices()[0].device_kind}"
         self.say(f"{n_params:,} parameters on {devices}")
         self.say(f"going on from step {self._start}" if self._start else "from the start")
+        if first := self._config.qat_from_step:
+            self.say(f"experts train as they will be served from step {first}")
         if self._is_first:
             describe(self._workdir, n_params, devices, to_dict(self._config))
 
@@ -60,6 +64,27 @@ class Metrics:
         """One line for people, above the progress bar."""
         if self._is_first:
             self._console.print(text, markup=False)
+
+    def later(self, step: int, values: dict[str, jax.Array]) -> None:
+        """Tell of a step when the next one is under way, so that the device never waits for the
+        host."""
+        self.now()
+        self._pending = step, values
+
+    def now(self) -> None:
+        """Tell of the step that `later` was given. Raises ValueError, which stops the run, after
+        too many bad ones in a row."""
+        if self._pending is None:
+            return
+        (step, values), self._pending = self._pending, None
+        values = {k: v.tolist() for k, v in jax.device_get(values).items()}
+        self.step(step, values)
+        if values["bad_in_row"] >= self._config.max_bad_steps:
+            raise ValueError(
+                f"the loss or gradient was not finite or a spike in {values['bad_in_row']} steps "
+                f"in a row up to step {step}; none of them changed the weights. Lower "
+                "optim.learning_rate or look at the data"
+            )
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Count one finished step; every `log_every` steps, tell of it."""

@@ -176,10 +176,15 @@ def train_step(
     }
     if routed is not None:
         metrics |= figures(routed[1], router_biases(model if base is None else base))
-        # In float32: all layers' copies of tokens may leave int32.
-        copies = jnp.sum(batch["segments"] != 0).astype(F32) * config.model.moe.n_active
-        dropped = jnp.sum(routed[0].astype(F32)) / len(routed[0])
-        metrics["dropped"] = dropped / jnp.maximum(copies, 1)
+        metrics["dropped"] = dropped_share(routed[0], batch["segments"], config.model.moe.n_active)
     if clips(config):
         metrics["largest_logit"] = largest_of_all(largest)
     return after, metrics
+
+
+def dropped_share(n_dropped_ZP, segments, n_active: int) -> jax.Array:
+    """The share of copies of tokens that found no room, a mean over layers."""
+    # In float32: all layers' copies of tokens may leave int32.
+    copies = jnp.sum(segments != 0).astype(F32) * n_active
+    dropped = jnp.sum(n_dropped_ZP.astype(F32)) / len(n_dropped_ZP)
+    return dropped / jnp.maximum(copies, 1)

@@ -204,9 +204,9 @@ def test_a_signal_during_the_held_out_loss_saves_too(documents, tmp_path, monkey
     """SIGTERM comes after step 6 decided not to save: the step said to be saved is on disk."""
 
     class Interrupted(train.HeldOut):
-        def __call__(self, model):
+        def __call__(self, *args):
             signal.raise_signal(signal.SIGTERM)
-            return super().__call__(model)
+            return super().__call__(*args)
 
     monkeypatch.setattr(train, "HeldOut", Interrupted)
     train_here(configured(documents), tmp_path)

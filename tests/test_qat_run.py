@@ -22,6 +22,7 @@ from k3_jax.checkpoint.plan import Options
 from k3_jax.checkpoint.safetensors import read_index
 from k3_jax.checkpoint.store import Store
 from k3_jax.config import TrainConfig, from_dict
+from k3_jax.lora.frozen import open_base
 from k3_jax.model import abstract
 from k3_jax.quant.mxfp4 import TRAINED_RULE, pack, rounded, unpack
 from k3_jax.train_step import init_state, train_step, with_quantized_experts
@@ -208,6 +209,11 @@ def test_what_was_trained_is_not_exported_otherwise(run, exported, tmp_path):
     for name in (n for n in wide if ".experts." in n):
         codes, scales = packed[name + "_packed"].read(), packed[name + "_scale"].read()
         same_bits(wide[name].read(), unpack(codes, scales))
+
+
+def test_adapters_are_not_trained_on_masters_that_nobody_serves(run):
+    with pytest.raises(ValueError, match="convert it to the released format and back"):
+        open_base(configured("", lora=dict(base=str(run))))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from etils import epath
 from k3_jax.checkpoint import manifest
 from k3_jax.checkpoint.load import open_checkpoint
 from k3_jax.checkpoint.store import CheckpointError, Store
+from k3_jax.checkpoint.trained import quantized_rule
 from k3_jax.checkpoint.views import find_step
 from k3_jax.config import ModelConfig, TrainConfig, as_served, to_dict
 from k3_jax.model import K3, abstract
@@ -60,6 +61,11 @@ def open_base(config: TrainConfig) -> Base:
     if not lora.base:
         return Base({}, lambda: None)
     step = found_step(lora.base)
+    if quantized_rule(manifest.read(step)["meta"], int(step.name)):
+        raise ValueError(
+            f"lora.base={lora.base} was trained as it is served, and holds other weights: convert "
+            "it to the released format and back (python -m k3_jax.checkpoint.convert)"
+        )
     opened = open_checkpoint(str(step), model.dtype, model.moe.packed)
     check_sizes(lora.base, opened.config, as_served(model, model.dtype, model.moe.packed))
 

@@ -10,10 +10,7 @@ import collections
 import functools
 import hashlib
 import json
-import os
-import sysconfig
 import threading
-from dataclasses import dataclass
 
 import grain
 import numpy as np
@@ -21,30 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from absl import logging
-from etils import epath
 
 from k3_jax.config import SourceConfig
+from k3_jax.data.files import File, files_below, files_matching, stdlib_files
 
 # A larger text file is cut into documents of at most this many bytes, at line ends.
 PART_BYTES = 1 << 20
 SCAN_BYTES = 1 << 24
 PARQUET_GROUPS_KEPT = 2
-SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
-SOURCE_SUFFIXES = frozenset(
-    ".bash .bat .bzl .c .cc .cfg .clj .cmake .cpp .cs .css .cu .cuh .cxx .dart .el .ex .f90 .go "
-    ".gradle .h .hpp .hs .html .ini .ipynb .java .jl .js .json .jsx .kt .lean .lisp .lua .m .md "
-    ".ml .mm .nix .php .pl .proto .ps1 .py .pyi .pyx .r .rb .rs .rst .scala .scm .sh .sql .svelte "
-    ".swift .tex .toml .ts .tsx .txt .v .vue .xml .yaml .yml .zig".split()
-)
-
-
-@dataclass(frozen=True)
-class File:
-    """`name` is relative to the source's root and makes the key of the documents inside."""
-
-    path: epath.Path
-    name: str
-    n_bytes: int
 
 
 class Source(abc.ABC):
@@ -260,9 +241,9 @@ class ArrayRecordSource(Source):
 def open_source(config: SourceConfig) -> Source:
     """Lists and indexes the files of a source. Raises ValueError or FileNotFoundError."""
     if config.format == "stdlib":
-        return TextSource(config, _stdlib_files(), skip_binary=True)
+        return TextSource(config, stdlib_files(), skip_binary=True)
     if config.format == "files":
-        return TextSource(config, _files_below(config), skip_binary=True)
+        return TextSource(config, files_below(config), skip_binary=True)
     kinds = {
         "text": TextSource,
         "jsonl": JsonLinesSource,
@@ -274,67 +255,7 @@ def open_source(config: SourceConfig) -> Source:
             f"source {config.name!r}: format {config.format!r} is not one of "
             f"stdlib, files, {', '.join(kinds)}"
         )
-    root, paths = _matches(config)
-    files = [p for p in paths if not p.is_dir()]
-    if not files:
-        raise FileNotFoundError(f"source {config.name!r}: no file matches {config.glob!r}")
-    return kinds[config.format](config, _named(root, files))
-
-
-def _matches(config: SourceConfig) -> tuple[epath.Path, list[epath.Path]]:
-    """What the glob matches, and the folder that names are relative to: the one above the first
-    wildcard; without a wildcard the folder itself, or the one that holds the file."""
-    if not config.glob:
-        raise ValueError(f"source {config.name!r}: format {config.format!r} needs a glob")
-    path = epath.Path(config.glob)
-    wild = [i for i, part in enumerate(path.parts) if set(part) & set("*?[")]
-    if not wild:
-        return path if path.is_dir() else path.parent, [path] if path.exists() else []
-    root = epath.Path(*path.parts[: wild[0]])
-    return root, list(_glob(root, path.parts[wild[0] :]))
-
-
-def _glob(folder: epath.Path, parts):
-    """Files and folders that match, name by name; epath's own glob refuses `**`."""
-    if not parts:
-        yield folder
-    elif parts[0] == "**":
-        yield from _glob(folder, parts[1:])
-        for below in folder.iterdir():
-            if below.is_dir() and not os.path.islink(below):
-                yield from _glob(below, parts)
-    elif folder.is_dir():
-        for match in folder.glob(parts[0]):
-            yield from _glob(match, parts[1:])
-
-
-def _named(root: epath.Path, paths) -> list[File]:
-    files = [File(p, p.relative_to(root).as_posix(), p.stat().length) for p in paths]
-    return sorted(files, key=lambda file: file.name)
-
-
-def _files_below(config: SourceConfig) -> list[File]:
-    root, paths = _matches(config)
-    folders = [p for p in paths if p.is_dir()]
-    if not folders:
-        raise FileNotFoundError(f"source {config.name!r}: no folder matches {config.glob!r}")
-    below = {p for folder in folders for p in _walk(folder, SOURCE_SUFFIXES)}
-    return _named(root, below)
-
-
-def _stdlib_files() -> list[File]:
-    root = epath.Path(sysconfig.get_path("stdlib"))
-    return _named(root, _walk(root, frozenset({".py"})))
-
-
-def _walk(folder: epath.Path, suffixes: frozenset[str]):
-    for path in folder.iterdir():
-        if path.name.startswith(".") or path.name in SKIPPED_FOLDERS or os.path.islink(path):
-            continue
-        if path.is_dir():
-            yield from _walk(path, suffixes)
-        elif path.suffix.lower() in suffixes:
-            yield path
+    return kinds[config.format](config, files_matching(config))
 
 
 def _is_text(file: File) -> bool:

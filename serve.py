@@ -4,8 +4,8 @@
     python serve.py --checkpoint=DIR --prompts=prompts.jsonl --output=answers.jsonl
     python serve.py --checkpoint=DIR --mode=score --prompts=texts.jsonl --output=scores.jsonl
 
-A line of a JSONL file has `prompt`, `text` or `token_ids`, and may have `id` and its own
-`max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `seed`, `stop`, `stop_ids`, `ignore_eos`.
+A line of a JSONL file has `prompt`, `text`, `token_ids` or `messages` (see k3_jax/chat.py), and may
+have `id` and its own settings, `max_tokens`, `temperature`, `top_p`, `seed`, `stop` and so on.
 Run again with the same flags, a job that was interrupted continues where it stopped.
 
     python serve.py --compile_only --config=configs/k3.py --topology=v5p:4x4x4 --experts=packed

@@ -127,22 +127,25 @@ class _ByteStream:
 
 
 class BytesTokenizer(_ByteTokenizer):
-    """Ids 0..255 are the bytes of UTF-8, 256 ends a document and has no text."""
+    """Ids 0..255 are the bytes of UTF-8, 256 ends a document and has no text, 257 and on are the
+    markers of Kimi K3's chat format."""
 
     def __init__(self):
         self.name = "bytes"
-        self.vocab_size = 257
         self.eos_id = 256
-        self.stop_ids = frozenset({256})
-        self.specials = {}
+        markers = (RESERVED_NAMES[i] for i in range(2, 6))
+        self.specials = {name: i for i, name in enumerate(markers, self.eos_id + 1)}
+        self.vocab_size = self.eos_id + 1 + len(self.specials)
+        self.stop_ids = frozenset({self.eos_id, self.specials["<|end_of_msg|>"]})
+        self._markers = {i: name.encode() for name, i in self.specials.items()}
 
     def encode(self, text: str) -> list[int]:
         return list(_valid(text).encode("utf-8"))
 
     def bytes_of(self, token: int) -> bytes:
-        if token == self.eos_id:
-            return b""
-        return bytes((token,)) if 0 <= token < 256 else _UNKNOWN
+        if 0 <= token < self.eos_id:
+            return bytes((token,))
+        return b"" if token == self.eos_id else self._markers.get(token, _UNKNOWN)
 
 
 class KimiTokenizer(_ByteTokenizer):

@@ -126,7 +126,7 @@ def test_a_row_stops_at_any_end_id_that_config_or_tokenizer_names(tmp_path, engi
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [163586, 7, null]}')
     assert eos_ids(tmp_path) == {163586, 7}
     reader = Reader(BytesTokenizer(), 300, eos_ids(tmp_path), Settings(stop_ids=(9,)))
-    assert reader.text("a").settings.stop_ids == (7, 9, 256, 163586)
+    assert reader.text("a").settings.stop_ids == (7, 9, 256, 257, 163586)
     reader = Reader(BytesTokenizer(), 300, {7}, Settings(stop_ids=(9,), ignore_eos=True))
     assert reader.text("a").settings.stop_ids == (9,)
 
@@ -161,7 +161,8 @@ def test_stop_strings_are_found_across_tokens_and_never_shown_in_part():
 
 def test_an_answer_ends_before_its_stop_string(engine):
     """The ids are those drawn, the text is cut."""
-    asked = Reader(BytesTokenizer(), 300, (), GREEDY).text("def")
+    endless = dataclasses.replace(GREEDY, ignore_eos=True)
+    asked = Reader(BytesTokenizer(), 300, (), endless).text("def")
     (whole,) = answer_lines(engine, [asked], BytesTokenizer())
     stop = whole.content["text"][5:7]
     asked = dataclasses.replace(asked, settings=dataclasses.replace(GREEDY, stop=(stop,)))
@@ -191,7 +192,7 @@ def test_prompts_are_read_in_each_format(tmp_path, monkeypatch):
     a, b, c = reader(seed=5).file(str(path))
     assert (a.index, a.id, a.tokens) == (0, 7, (97, 98)) and a.settings.seed == 5
     assert (b.index, b.tokens, b.settings.max_tokens) == (1, (1, 2), 3)
-    assert b.settings.stop == ("x",) and c.settings.stop_ids == (4, 256)
+    assert b.settings.stop == ("x",) and c.settings.stop_ids == (4, 256, 257)
     assert c.tokens == (99, 0xE2, 0x82, 0xAC) and c.settings.temperature == 0
     path = tmp_path / "p.txt"
     path.write_text("one\ntwo\n\n")
@@ -205,13 +206,26 @@ def test_prompts_are_read_in_each_format(tmp_path, monkeypatch):
         assert len(reader().file("-")) == 3
 
 
+def test_messages_become_the_prompt_of_an_answer(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "a"}], "thinking": false, "seed": 2}'
+    )
+    (request,) = reader().file(str(path))
+    opened = b'\2message role="user"\4a\3message\4\1\2message role="assistant"\4\2response\4'
+    assert request.tokens == tuple(b + 256 if b < 5 else b for b in opened)
+    assert request.settings.seed == 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
+        ('{"text": "a", "tools": []}', "line 2: unknown key 'tools'"),
+        ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\]: content is missing"),
         ("[1]", "line 2: a JSON list, not an object"),
         ('{"txt": "a"}', "line 2: unknown key 'txt'; did you mean \"text\""),
-        ('{"id": 1}', "line 2: exactly one of prompt, text, token_ids"),
+        ('{"id": 1}', "line 2: exactly one of prompt, text, token_ids, messages"),
         ('{"text": "a", "token_ids": [1]}', "line 2: exactly one of"),
         ('{"text": 5}', "line 2: text is int, not a string"),
         ('{"token_ids": [1, 300]}', r"line 2: token_ids\[1\]=300 is no id of 0..299"),
@@ -236,7 +250,7 @@ def test_files_and_tokenizers_that_are_not_there_are_named(tmp_path):
         reader().file(str(tmp_path / "p.txt"))
     with pytest.raises(ValueError, match="text needs a tokenizer"):
         Reader(None, 300, (), GREEDY).text("a")
-    with pytest.raises(ValueError, match="tokenizer has 257 ids, the model only 256"):
+    with pytest.raises(ValueError, match="tokenizer has 261 ids, the model only 256"):
         Reader(BytesTokenizer(), 256, (), GREEDY)
 
 

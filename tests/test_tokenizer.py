@@ -63,7 +63,8 @@ def tokenizer(request):
 
 def test_bytes_need_no_file():
     tok = load_tokenizer("bytes")
-    assert (tok.vocab_size, tok.eos_id, tok.stop_ids) == (257, 256, {256})
+    assert (tok.vocab_size, tok.eos_id, tok.stop_ids) == (261, 256, {256, 257})
+    assert tok.decode(range(257, 261)) == "<|end_of_msg|><|open|><|close|><|sep|>"
     assert tok.encode("é\n") == [0xC3, 0xA9, 10]
     assert tok.decode([0xC3, 0xA9, 256, 10]) == "é\n"
 

@@ -336,7 +336,7 @@ REFUSALS = {
     "a momentum of 1": (dict(optim__momentum=1.0), ["optim.momentum=1.0", "[0, 1)"]),
     "an unknown remat": (dict(model__remat="grop"), ["'grop'", "layer, group", '"group"']),
     "an unknown dtype": (dict(model__dtype="float16"), ["'float16'", "bfloat16, float32"]),
-    "a small vocabulary": (dict(model__vocab_size=256), ["257", "vocab_size=256", "'bytes'"]),
+    "a small vocabulary": (dict(model__vocab_size=256), ["261", "vocab_size=256", "'bytes'"]),
     "no file": (dict(data__sources__text__glob="/nowhere/*.txt"), ["'text'", "/nowhere/*.txt"]),
     "no source": (dict(data__sources={}), ["data.sources", "at least one"]),
     "an unknown format": (dict(data__sources__text__format="txt"), ["'txt'", "text"]),

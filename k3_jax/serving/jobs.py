@@ -7,11 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+from k3_jax import chat
 from k3_jax.config import nearest
 from k3_jax.serving.engine import Request
 from k3_jax.serving.sampling import Settings
 
-CONTENT = ("prompt", "text", "token_ids")
+CONTENT = ("prompt", "text", "token_ids", "messages")
 OVERRIDES = tuple(f.name for f in dataclasses.fields(Settings))
 KEYS = (*CONTENT, "id", *OVERRIDES)
 FORMATS = ("auto", "text", "lines", "jsonl")
@@ -67,16 +68,16 @@ class Reader:
         return requests
 
     def _request(self, index: int, row: dict) -> Request:
+        known = dict.fromkeys((*KEYS, *chat.KEYS) if "messages" in row else KEYS)
         for key in row:
-            if key not in KEYS:
+            if key not in known:
                 raise ValueError(
-                    f"unknown key {key!r}{nearest(key, KEYS)} (known: {', '.join(KEYS)})"
+                    f"unknown key {key!r}{nearest(key, known)} (known: {', '.join(known)})"
                 )
         given = [key for key in CONTENT if key in row]
         if len(given) != 1:
             raise ValueError(f"exactly one of {', '.join(CONTENT)} is needed, not {given}")
-        content = row[given[0]]
-        tokens = self._ids(content) if given[0] == "token_ids" else self._encode(given[0], content)
+        tokens = self._tokens(given[0], row)
         changes = {key: row[key] for key in OVERRIDES if key in row}
         if isinstance(changes.get("stop"), str):
             changes["stop"] = [changes["stop"]]
@@ -95,15 +96,21 @@ class Reader:
             settings = dataclasses.replace(settings, stop_ids=ids)
         return Request(index, tokens, settings, row.get("id"))
 
-    def _encode(self, key: str, text) -> tuple[int, ...]:
-        if not isinstance(text, str):
-            raise ValueError(f"{key} is {type(text).__name__}, not a string")
+    def _tokens(self, key: str, row: dict) -> tuple[int, ...]:
+        if key == "token_ids":
+            return self._ids(row[key])
+        if key != "messages" and not isinstance(row[key], str):
+            raise ValueError(f"{key} is {type(row[key]).__name__}, not a string")
         if self._tokenizer is None:
             raise ValueError(
                 "text needs a tokenizer: this checkpoint has none; name one with --tokenizer, or "
                 "give token_ids"
             )
-        return tuple(self._tokenizer.encode(text))
+        if key != "messages":
+            return tuple(self._tokenizer.encode(row[key]))
+        chat.check_tokenizer(self._tokenizer)
+        conversation = {k: v for k, v in row.items() if k in chat.KEYS}
+        return tuple(chat.encode(chat.prompt(conversation), self._tokenizer)[0].tolist())
 
     def _ids(self, ids) -> tuple[int, ...]:
         if not isinstance(ids, list):

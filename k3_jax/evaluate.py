@@ -48,9 +48,13 @@ class HeldOut:
 
 
 def _target_bytes(batch, tokenizer) -> int:
-    """Bytes of text that the targets of a batch spell: all but each document's first token."""
+    """Bytes of text that the targets of a batch spell: all that is learned but each document's
+    first token."""
     n = 0
-    for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+    masks = batch.get("mask", np.ones_like(batch["tokens"]))
+    for tokens, segments, mask in zip(batch["tokens"], batch["segments"], masks, strict=True):
         for segment in np.unique(segments[segments != 0]):
-            n += len(tokenizer.decode(tokens[segments == segment][1:].tolist()).encode())
+            is_inside = segments == segment
+            targets = tokens[is_inside][1:][mask[is_inside][1:] != 0]
+            n += len(tokenizer.decode(targets.tolist()).encode())
     return n

@@ -28,11 +28,11 @@ def test_rows_equal_those_of_grain(texts, seq_len):
     )
     stream = RowStream(texts, range(len(texts)), TOK, seq_len)
     for row in want:
-        tokens_T, segments_T = next(stream)
-        np.testing.assert_array_equal(tokens_T, row["tokens"])
-        np.testing.assert_array_equal(segments_T, row["tokens_segment_ids"])
+        got = next(stream)
+        np.testing.assert_array_equal(got.tokens, row["tokens"])
+        np.testing.assert_array_equal(got.segments, row["tokens_segment_ids"])
     assert stream.position == (len(texts), 0)
-    assert not next(stream)[1].any()
+    assert not next(stream).segments.any()
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,9 +64,9 @@ def test_a_long_document_is_encoded_piece_by_piece_and_not_before_it_is_needed()
     assert len(tok.sizes) == 3
     assert tok.decode(np.concatenate(rows)) == text[:1_000_000]
     stream.position = (0, len(text) - 1)
-    tokens_T, segments_T = next(stream)
-    assert tokens_T[:3].tolist() == [ord("9"), EOS, 0]
-    assert segments_T[:3].tolist() == [1, 1, 0]
+    row = next(stream)
+    assert row.tokens[:3].tolist() == [ord("9"), EOS, 0]
+    assert row.segments[:3].tolist() == row.mask[:3].tolist() == [1, 1, 0]
 
 
 def test_a_document_that_shrank_since_the_save_is_refused():

@@ -35,9 +35,10 @@ class SourceConfig:
 
     `format` is one of "stdlib" (the running Python's own standard library source files; `glob` is
     ignored), "text" (one document a file), "jsonl" and "parquet" (one document a record, in
-    `field`), "array_record" (one UTF-8 document a record) and "files" (`glob` names directories
-    whose source files are read). `weight` is a share of documents, which `lengths` divides among
-    those of different lengths.
+    `field`), "chat" (one conversation a line, as `k3_jax.chat` takes it; `field` is ignored),
+    "array_record" (one UTF-8 document a record) and "files" (`glob` names directories whose source
+    files are read). `weight` is a share of documents, which `lengths` divides among those of
+    different lengths.
     """
 
     name: str

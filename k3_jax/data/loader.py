@@ -23,9 +23,10 @@ import weakref
 import grain
 import numpy as np
 
+from k3_jax import chat
 from k3_jax.config import DataConfig
 from k3_jax.data.mixture import Mixture
-from k3_jax.data.pack import RowStream, Turns
+from k3_jax.data.pack import Row, RowStream, Turns
 from k3_jax.data.source import Source, open_source
 from k3_jax.data.split import Split
 from k3_jax.tokenizer import Tokenizer
@@ -37,9 +38,11 @@ HELDOUT_SEED = 0
 class Loader:
     """Endless batches of this process's rows: {"tokens", "segments"}, each int32 [rows, seq_len].
 
-    Segments count the documents of a row from 1; rows are full. A thread builds up to
-    `config.prefetch` batches ahead; `state()` never runs ahead of the last batch handed out. An
-    error while reading (a bad record) is raised by `next`, and the position stays before the batch.
+    Segments count the documents of a row from 1; rows are full. Where a source has conversations,
+    "mask" is 1 for each token to be learned, of other sources all, and rows may end in pads of
+    segment 0. A thread builds up to `config.prefetch` batches ahead; `state()` never runs ahead of
+    the last batch handed out. An error while reading (a bad record) is raised by `next`, and the
+    position stays before the batch.
 
     starts: how many documents of each part to pass over, from `starts_after` of the stage before.
     opened: sources by name, which stages share; what is opened here is added.
@@ -59,7 +62,7 @@ class Loader:
     ):
         seed = config.seed if seed is None else seed
         rows = _own_rows(config, process, n_processes)
-        sources = _open_sources(config, {} if opened is None else opened)
+        sources = _open_sources(config, tokenizer, {} if opened is None else opened)
         self._config, self._starts = config, starts or {}
         self._documents = _mixture(sources, config, split, seed, self._starts)
         self._fingerprint = _fingerprint(config, tokenizer, split, seed, sources)
@@ -67,7 +70,7 @@ class Loader:
             self._fingerprint["parts"] = list(self._documents.names)
         if starts:
             self._fingerprint["starts"] = starts
-        batches = _batches(self._documents, rows, config.interleave, tokenizer, config)
+        batches = _batches(sources, self._documents, rows, config.interleave, tokenizer, config)
         self._batches = _Prefetch(batches, config.prefetch)
         # Runs at interpreter exit too, before the modules that Grain's own clean-up needs are gone.
         self._finalizer = weakref.finalize(self, self._batches.close)
@@ -145,8 +148,9 @@ class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
 class _Batches:
     """Stacks one row of each stream; all or none of the streams advance."""
 
-    def __init__(self, streams: dict[int, Turns]):
-        self._streams = streams
+    def __init__(self, streams: dict[int, Turns], names: tuple[str, ...]):
+        """names: the fields of a `Row` that a batch has."""
+        self._streams, self._names = streams, names
         # Reading waits for storage and BPE releases the interpreter lock, so readers work side by
         # side. Each has many rows, because a task for every row costs more than packing the row.
         n_readers = min(len(streams), MAX_READERS)
@@ -168,8 +172,7 @@ class _Batches:
             # A panic in a tokenizer's Rust code is no Exception: Grain's thread would die without
             # a word and the training loop would wait for ever.
             raise RuntimeError(f"building a batch failed: {error}") from error
-        tokens, segments = zip(*rows, strict=True)
-        return {"tokens": np.stack(tokens), "segments": np.stack(segments)}
+        return {name: np.stack([getattr(row, name) for row in rows]) for name in self._names}
 
     def get_state(self) -> dict[int, tuple]:
         return {row: stream.position for row, stream in self._streams.items()}
@@ -179,7 +182,7 @@ class _Batches:
             stream.position = state[row]
 
 
-def _next_rows(group: list[Turns]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _next_rows(group: list[Turns]) -> list[Row]:
     return [next(stream) for stream in group]
 
 
@@ -198,14 +201,15 @@ def heldout_batches(
     The number of batches is given and not found, so that all processes take equally many steps.
     """
     rows = _own_rows(config, process, n_processes)
-    parts = [Split(source, config.holdout, "holdout") for source in _open_sources(config, {})]
+    sources = _open_sources(config, tokenizer, {})
+    parts = [Split(source, config.holdout, "holdout") for source in sources]
     documents = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
     documents = documents.shuffle(seed=HELDOUT_SEED)
-    batches = _batches(documents, rows, 1, tokenizer, config)
+    batches = _batches(sources, documents, rows, 1, tokenizer, config)
     return (next(batches) for _ in range(n_batches))
 
 
-def _batches(documents, rows: range, n_turns: int, tokenizer, config: DataConfig) -> _Batches:
+def _batches(sources, documents, rows: range, n_turns: int, tokenizer, config) -> _Batches:
     documents[0]  # Grain sets up its statistics on the first read, which must not be in threads
 
     def turns(row):
@@ -213,7 +217,9 @@ def _batches(documents, rows: range, n_turns: int, tokenizer, config: DataConfig
         parts = (numbers[i::n_turns] for i in range(n_turns))
         return Turns([RowStream(documents, part, tokenizer, config.seq_len) for part in parts])
 
-    return _Batches({row: turns(row) for row in rows})
+    has_mask = any(source.has_mask for source in sources)
+    names = Row._fields if has_mask else ("tokens", "segments")
+    return _Batches({row: turns(row) for row in rows}, names)
 
 
 def _own_rows(config: DataConfig, process: int, n_processes: int) -> range:
@@ -227,7 +233,9 @@ def _own_rows(config: DataConfig, process: int, n_processes: int) -> range:
     return range(process * n_rows, (process + 1) * n_rows)
 
 
-def _open_sources(config: DataConfig, opened: dict[str, Source]) -> list[Source]:
+def _open_sources(
+    config: DataConfig, tokenizer: Tokenizer, opened: dict[str, Source]
+) -> list[Source]:
     if config.seq_len < 1 or config.prefetch < 0 or not 0 <= config.holdout < 1:
         raise ValueError(
             f"data needs seq_len >= 1, prefetch >= 0 and 0 <= holdout < 1, not "
@@ -241,7 +249,10 @@ def _open_sources(config: DataConfig, opened: dict[str, Source]) -> list[Source]
             raise ValueError(f"source {source.name!r}: weight {source.weight} is not above 0")
         if source.name not in opened:
             opened[source.name] = open_source(source)
-    return [opened[source.name] for source in config.sources]
+    sources = [opened[source.name] for source in config.sources]
+    if any(source.has_mask for source in sources):
+        chat.check_tokenizer(tokenizer)
+    return sources
 
 
 def _mixture(sources, config: DataConfig, split: str, seed: int, starts: dict) -> Mixture:

@@ -7,7 +7,7 @@ import sys
 import grain
 import numpy as np
 
-from k3_jax.data.source import splitmix64
+from k3_jax.data.source import Document, splitmix64
 from k3_jax.data.split import Split
 
 WINDOW = 4096
@@ -41,7 +41,7 @@ class Mixture:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, n: int) -> str:
+    def __getitem__(self, n: int) -> Document:
         part_W, index_W = self._window(n // WINDOW)
         part = part_W[n % WINDOW]
         return self._lists[part][self._starts[part] + int(index_W[n % WINDOW])]

@@ -1,8 +1,22 @@
 """Documents -> rows: one endless stream of tokens per row, cut into rows of equal length."""
 
-import numpy as np
+from typing import NamedTuple
 
+import numpy as np
+from absl import logging
+
+from k3_jax import chat
 from k3_jax.tokenizer import MAX_CHARACTERS
+
+MAX_WARNINGS = 3
+
+
+class Row(NamedTuple):
+    """Each int32 [T]. `mask` is 1 where a token is to be learned."""
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    mask: np.ndarray
 
 
 class Turns:
@@ -25,7 +39,7 @@ class Turns:
         for stream, position in zip(self._streams, positions, strict=True):
             stream.position = tuple(position)
 
-    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
+    def __next__(self) -> Row:
         row = next(self._streams[self._turn])
         self._turn = (self._turn + 1) % len(self._streams)
         return row
@@ -34,17 +48,21 @@ class Turns:
 class RowStream:
     """Packs documents one after the other into rows of `seq_len` tokens.
 
-    Reads `documents[n]` for the n in `numbers`, each followed by `tokenizer.eos_id`. A row's
-    segments count its documents from 1; a document that a row's end splits goes on as segment 1 of
-    the next row. After the last document what remains of the row is 0 with segment 0, and so are
-    all later rows.
+    Reads `documents[n]` for the n in `numbers`. A row's segments count its documents from 1. After
+    the last document what remains of the row is 0 with segment 0, and so are all later rows.
+
+    A text is followed by `tokenizer.eos_id`, all of it is learned, and where a row's end splits it
+    it goes on as segment 1 of the next row. A conversation (`chat.conversation`) is never split,
+    because an answer without its question teaches something else: one that does not fit into what
+    remains of a row begins the next, and pads of segment 0 take its place. One that is longer than
+    a row loses its end, with a warning.
 
     `position` is (index into `numbers`, token of that document): the next token to hand out, and
     all the state there is.
 
-    Grain's ConcatThenSplitIterDataset makes the same rows (tests use it as the oracle). It is not
-    used here, because its state does not survive JSON (tuples return as lists) and follows Grain's
-    versions, and because it holds all tokens of a document at once.
+    Grain's ConcatThenSplitIterDataset makes the same rows of texts (tests use it as the oracle). It
+    is not used here, because its state does not survive JSON (tuples return as lists) and follows
+    Grain's versions, and because it holds all tokens of a document at once.
     """
 
     def __init__(self, documents, numbers: range, tokenizer, seq_len: int):
@@ -63,33 +81,52 @@ class RowStream:
         """Reads nothing yet: the document is opened by the next row."""
         self._document, self._token = value
         self._pieces = None
-        self._ids = np.zeros(0, np.int32)
+        self._ids = self._learned = np.zeros(0, np.int32)
 
-    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
-        """tokens_T and segments_T, int32."""
-        tokens_T = np.zeros(self._seq_len, np.int32)
-        segments_T = np.zeros(self._seq_len, np.int32)
+    def __next__(self) -> Row:
+        tokens_T, segments_T, mask_T = np.zeros((3, self._seq_len), np.int32)
         filled, segment = 0, 1
         while filled < self._seq_len and self._document < len(self._numbers):
-            ids = self._ids[: self._seq_len - filled]
-            tokens_T[filled : filled + len(ids)] = ids
-            segments_T[filled : filled + len(ids)] = segment
-            filled += len(ids)
-            self._token += len(ids)
-            self._ids = self._ids[len(ids) :]
-            if not len(self._ids) and not self._next_piece():
+            if self._pieces is None:
+                self._open()
+            if self._is_whole and filled and filled + len(self._ids) > self._seq_len:
+                break
+            end = min(filled + len(self._ids), self._seq_len)
+            n = end - filled
+            tokens_T[filled:end], mask_T[filled:end] = self._ids[:n], self._learned[:n]
+            segments_T[filled:end] = segment
+            filled = end
+            self._token += n
+            self._ids, self._learned = self._ids[n:], self._learned[n:]
+            if self._is_whole or (not len(self._ids) and not self._next_piece()):
                 self.position = (self._document + 1, 0)
                 segment += 1
-        return tokens_T, segments_T
+        return Row(tokens_T, segments_T, mask_T)
+
+    def _open(self) -> None:
+        """Opens the document at `position`, its first tokens in `_ids`."""
+        document = self._documents[self._numbers[self._document]]
+        self._is_whole = not isinstance(document, str)
+        if not self._is_whole:
+            self._pieces = self._encode(document, self._token)
+            self._next_piece()
+            return
+        self._ids, self._learned = chat.encode(document, self._tokenizer)
+        self._pieces = iter(())
+        if len(self._ids) > self._seq_len:
+            logging.log_first_n(
+                logging.WARNING,
+                "a conversation of %d tokens is cut to data.seq_len=%d; %d of its %d learned "
+                "tokens stay (the first %d such conversations are told of)",
+                *(MAX_WARNINGS, len(self._ids), self._seq_len),
+                *(self._learned[: self._seq_len].sum(), self._learned.sum(), MAX_WARNINGS),
+            )
 
     def _next_piece(self) -> bool:
-        """The next piece of the document into `_ids`; False after its last."""
-        if self._pieces is None:
-            text = self._documents[self._numbers[self._document]]
-            self._pieces = self._encode(text, self._token)
+        """The next piece of a text into `_ids`; False after its last."""
         ids = next(self._pieces, None)
         if ids is not None:
-            self._ids = ids
+            self._ids, self._learned = ids, np.ones(len(ids), np.int32)
         return ids is not None
 
     def _encode(self, text: str, n_skipped: int):

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from absl import logging
 
+from k3_jax import chat
 from k3_jax.config import SourceConfig
 from k3_jax.data.files import File, files_below, files_matching, stdlib_files
 
@@ -28,8 +29,14 @@ SCAN_BYTES = 1 << 24
 PARQUET_GROUPS_KEPT = 2
 
 
+# A text, or a conversation with the parts that are learned.
+Document = str | tuple[chat.Part, ...]
+
+
 class Source(abc.ABC):
-    """Random access to the documents of one `SourceConfig`."""
+    """Random access to the documents of one `SourceConfig`; `has_mask`: not all is learned."""
+
+    has_mask = False
 
     def __init__(self, config: SourceConfig, files: list[File]):
         self.config = config
@@ -45,7 +52,7 @@ class Source(abc.ABC):
         """Indexes a file; returns its number of documents. Called in the order of `files`."""
 
     @abc.abstractmethod
-    def _read(self, file: File, record: int) -> str:
+    def _read(self, file: File, record: int) -> Document:
         """Document `record` of `file`."""
 
     @abc.abstractmethod
@@ -60,7 +67,7 @@ class Source(abc.ABC):
         """Bytes of each document; Parquet and ArrayRecord files are read for it, once."""
         return np.concatenate([self._lengths(file) for file in self.files])
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         if not 0 <= index < len(self):
             raise IndexError(f"source {self.config.name!r} has {len(self)} documents, no {index}")
         f = int(np.searchsorted(self.first_F, index, side="right")) - 1
@@ -145,23 +152,48 @@ class JsonLinesSource(Source):
     def _lengths(self, file: File) -> np.ndarray:
         return np.diff(self._starts[file.name], append=file.n_bytes)
 
-    def _read(self, file: File, record: int) -> str:
-        start = int(self._starts[file.name][record])
+    def _read(self, file: File, record: int) -> Document:
         with file.path.open("rb") as f:
-            f.seek(start)
-            line = f.readline()
+            return self._read_from(f, file, record)
+
+    def _read_from(self, f, file: File, record: int) -> Document:
+        start = int(self._starts[file.name][record])
+        f.seek(start)
+        line = self._decode(f.readline(), file, f" from byte {start}")
+        try:
+            return self._document(json.loads(line))
+        except json.JSONDecodeError as error:
+            why = f"not JSON: {error}"
+        except ValueError as error:
+            why = str(error)
+        return self._fail(file, f" line {_line_number(file, start)}: {why}")
+
+    def _document(self, row) -> Document:
         field = self.config.field
         try:
-            text = json.loads(self._decode(line, file, f" from byte {start}"))[field]
+            text = row[field]
         except (KeyError, TypeError):
-            return self._fail(file, f" line {_line_number(file, start)}: no field {field!r}")
-        except json.JSONDecodeError as error:
-            return self._fail(file, f" line {_line_number(file, start)}: not JSON: {error}")
+            raise ValueError(f"no field {field!r}") from None
         if not isinstance(text, str):
-            kind = type(text).__name__
-            where = f" line {_line_number(file, start)}"
-            return self._fail(file, f"{where}: field {field!r} is {kind}, not a string")
+            raise ValueError(f"field {field!r} is {type(text).__name__}, not a string")
         return text
+
+
+class ChatSource(JsonLinesSource):
+    """One conversation a line, a JSON object as `chat.conversation` takes it. Every line is looked
+    at when the source is opened: mending a bad one in the middle of a run would change the data."""
+
+    has_mask = True
+
+    def _open(self, file: File) -> int:
+        count = super()._open(file)
+        with file.path.open("rb") as f:
+            for record in range(count):
+                self._read_from(f, file, record)
+        return count
+
+    def _document(self, row) -> Document:
+        return chat.conversation(row)
 
 
 class ParquetSource(Source):
@@ -247,6 +279,7 @@ def open_source(config: SourceConfig) -> Source:
     kinds = {
         "text": TextSource,
         "jsonl": JsonLinesSource,
+        "chat": ChatSource,
         "parquet": ParquetSource,
         "array_record": ArrayRecordSource,
     }

@@ -3,7 +3,7 @@
 import numpy as np
 
 from k3_jax.config import LengthConfig
-from k3_jax.data.source import Source
+from k3_jax.data.source import Document, Source
 
 
 class Split:
@@ -25,7 +25,7 @@ class Split:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         return self._source[self._index[index]]
 
     def by_length(self, lengths: tuple[LengthConfig, ...]) -> list[tuple[int, "Split", float]]:

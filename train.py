@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from k3_jax import compile_only
+from k3_jax.checkpoint.start import starting_weights
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checks import check_stages
 from k3_jax.config import TrainConfig, current, from_dict, is_quantized, planned, to_dict
@@ -132,15 +133,21 @@ def open_data(config, stages, mesh):
 
 
 def restore_or_init(config, tx, store, loader):
-    """The state of the newest whole checkpoint, loader included, or a fresh one; and its step."""
+    """The state of the newest whole checkpoint, loader included, or a fresh one, which may have the
+    weights of another run; and its step."""
     make = functools.partial(init_state, config, tx)
     abstract = jax.eval_shape(make)
     shapes = nest(named_leaves(abstract))
+    is_new = not store.steps()
+    read = starting_weights(config.start_from, abstract.model) if is_new else None
     store.prepare(shapes)
     restored = store.restore(shapes)
     step, begin = restored.step if restored else 0, current(config)[0].first - 1
     if step < begin:
         raise ValueError(f"stage={config.stage!r} goes on from step {begin}, not from {step}")
+    if restored is None and read:
+        # The random weights go before the others come.
+        return dataclasses.replace(dataclasses.replace(make(), model=None), model=read()), 0
     if restored is None:
         return make(), 0
     loader.restore(restored.step, restored.data_state)

@@ -88,6 +88,7 @@ def get_config() -> ConfigDict:
     config.mesh = dict(data=1, fsdp=-1, expert=64, seq=1, tensor=1, slices=1)
     config.steps = 0
     config.seed = 0
+    config.start_from = ""
     config.accumulate = 1
     config.z_loss = 0.0
     config.loss_chunk = 2048

@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
     )
     config.mesh = dict(data=1, fsdp=1, expert=1)
     config.steps = 12
+    config.start_from = ""
     config.accumulate = 1
     config.loss_chunk = 128
     config.log_every = 1

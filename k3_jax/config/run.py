@@ -171,6 +171,8 @@ class SpikeConfig:
 class TrainConfig:
     """A run: `steps` optimizer steps of `data.batch` rows in `accumulate` micro-batches.
 
+    `start_from`: a checkpoint whose weights a new run begins with ("": random ones); a run that has
+    a checkpoint of its own goes on from that.
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
     skipped steps in a row. `eval_every`, `save_every`, `log_every` and `health_every` (figures by
     layer, `k3_jax.health`) are in steps; 0 is never.
@@ -189,6 +191,7 @@ class TrainConfig:
     mesh: MeshConfig
     steps: int
     seed: int = 0
+    start_from: str = ""
     accumulate: int = 1
     z_loss: float = 0.0
     loss_chunk: int = 1024
@@ -251,6 +254,8 @@ def check_train(c: TrainConfig) -> None:
         raise ValueError(
             f"qat_from_step={c.qat_from_step} with lora.base: its experts are frozen; set it to 0"
         )
+    if c.start_from and c.lora.base:
+        raise ValueError(f"start_from={c.start_from!r} with lora.base: that is the start; set one")
     if c.qat_from_step:
         as_quantized(c.model)  # refuses what cannot be rounded
     if m.exchange == "rounds":

@@ -314,8 +314,9 @@ def test_weights_of_another_shape_are_refused_before_anything_is_written(
     with pytest.raises(FileNotFoundError, match="/nowhere: no such directory"):
         begun(configured("", start_from="/nowhere"), tmp_path / "new")
     assert not any(tmp_path.iterdir())
+    lora = dict(lora__base="y", optim__name="adamw", optim__qk_clip=0.0, model__moe__balance="none")
     with pytest.raises(ValueError, match="start_from='x' with lora.base"):
-        configured("", start_from="x", lora__base="y", optim__name="adamw", optim__qk_clip=0.0)
+        configured("", start_from="x", **lora)
 
 
 def test_a_run_with_a_checkpoint_of_its_own_goes_on_from_that(base, tmp_path, one_device):

@@ -13,7 +13,7 @@ import train_config
 
 from k3_jax.config import TrainConfig, from_dict, to_dict
 from k3_jax.report.figures import POINTS, VARIABLES, running_mean, thinned
-from k3_jax.report.page import CSS, write
+from k3_jax.report.page import CSS, flat, write
 from k3_jax.report.record import KEPT_LISTS, describe, read
 from k3_jax.report.sections import half_life
 
@@ -245,6 +245,16 @@ def test_the_running_mean_is_that_of_the_finite_values_around():
         around = values[max(i - 5, 0) : i + 6]
         wanted = np.nan if np.isnan(values[i]) else np.nanmean(around)
         np.testing.assert_allclose(found[i], wanted, rtol=1e-9)
+
+
+def test_a_configuration_is_told_flat_and_in_words():
+    told = flat(
+        {"a": {"b": {"c": 1}, "d": {}}, "e": [], "f": [3, 7], "g": 1 / 6, "h": "", "i": False}
+    )
+    assert list(told) == [
+        *(("a.b.c", "1"), ("a.d", "none"), ("e", "none"), ("f", "3, 7")),
+        *(("g", "0.166667"), ("h", "none"), ("i", "False")),
+    ]
 
 
 def test_half_lives():

@@ -97,6 +97,7 @@ def curves(panels: list[Panel], stages) -> tuple[str, str]:
         for step, name in stages:
             axes[0].text(step, 0.97, name, size=7, va="top", bbox=ground, **place)
         axes[-1].set_xlabel("step")
+        _whole(axes[-1].xaxis)
         return _svg(fig), " ".join(notes)
 
 
@@ -113,6 +114,7 @@ def maps(drawn: list[Map], stages) -> str:
             _whole(ax.yaxis, m.names)
         _borders(axes, stages)
         axes[-1].set_xlabel("step")
+        _whole(axes[-1].xaxis)
         return _svg(fig)
 
 

@@ -142,7 +142,7 @@ def _configuration(record: Record) -> str:
     config = record.about.get("config")
     if not isinstance(config, dict):
         return '<p class="missing">The run left no run.json, as runs before this report.</p>'
-    inner = {key: value for key, value in config.items() if isinstance(value, dict)}
+    inner = {key: value for key, value in config.items() if value and isinstance(value, dict)}
     outer = {key: value for key, value in config.items() if key not in inner}
     told = (
         f"<h3>{html.escape(title)}</h3>{_table(dict(flat(values)))}"
@@ -158,5 +158,7 @@ def flat(values: dict, before: str = ""):
             yield from flat(value, f"{before}{key}.")
         elif isinstance(value, list):
             yield f"{before}{key}", ", ".join(map(str, value)) or "none"
+        elif isinstance(value, float):
+            yield f"{before}{key}", f"{value:.6g}"
         else:
-            yield f"{before}{key}", "empty" if value == "" else str(value)
+            yield f"{before}{key}", "none" if value in ("", {}) else str(value)

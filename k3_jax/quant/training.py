@@ -10,6 +10,9 @@ weights that the optimizer changes are not rounded. The report does not say; cho
   what SiTU-GLU made of them before down;
 * rounding to the nearest, ties to even, of weights and activations;
 * gradients pass as if nothing was rounded, those of saturated values too.
+
+Modelled on a v5p: to round 4,096 rows of 3,584 takes 127 us, where one pass over them takes 21,
+because XLA first turns them, so that groups lie along sublanes. Weights: in `mxfp4`.
 """
 
 import math

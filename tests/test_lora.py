@@ -252,7 +252,7 @@ def test_a_run_goes_on_with_the_same_bits(bases, documents, run, tmp_path):
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 def test_a_merged_checkpoint_answers_as_base_and_adapters(
-    bases, runs, tmp_path, one_device, is_packed
+    bases, stored, tmp_path, one_device, is_packed
 ):
     """To float32 rounding; in bfloat16 to that of W + s A B, once a weight."""
     base, dtype = bases[is_packed], "bfloat16" if is_packed else "float32"

@@ -77,11 +77,12 @@ def get_config() -> ConfigDict:
         update_rms=0.2,
         qk_clip=100.0,
     )
-    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, slices=1)
+    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, stage=1, slices=1)
     config.steps = 320
     config.seed = 0
     config.start_from = ""
     config.accumulate = 1
+    config.pipeline_micro_batches = 1
     config.z_loss = 0.0
     config.loss_chunk = 8192
     config.log_every = 10

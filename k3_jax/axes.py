@@ -45,16 +45,19 @@ def weight(
     return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=placed))
 
 
-def stacked(cls, *args, n: int, rngs: nnx.Rngs | ShapesOnly):
-    """`n` equal modules as one, each parameter with a leading axis over them."""
+def stacked(cls, *args, n: int, rngs: nnx.Rngs | ShapesOnly, over: str | None = None):
+    """`n` equal modules as one, each parameter with a leading axis over them.
+
+    That axis is split over the mesh axis `over`, if one is given.
+    """
     if isinstance(rngs, ShapesOnly):
-        return jax.tree.map(lambda x: _stacked(x, n), cls(*args, rngs=rngs))
-    keys = jax.random.split(rngs.params(), n)
+        return jax.tree.map(lambda x: _stacked(x, n, over), cls(*args, rngs=rngs))
+    keys = jax.reshard(jax.random.split(rngs.params(), n), P(over))
     return jax.vmap(lambda key: cls(*args, rngs=nnx.Rngs(params=key)))(keys)
 
 
-def _stacked(x: jax.ShapeDtypeStruct, n: int) -> jax.ShapeDtypeStruct:
-    placed = _sharding(P(None, *x.sharding.spec))
+def _stacked(x: jax.ShapeDtypeStruct, n: int, over: str | None) -> jax.ShapeDtypeStruct:
+    placed = _sharding(P(over, *x.sharding.spec))
     return jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=placed)
 
 

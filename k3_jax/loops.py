@@ -1,10 +1,11 @@
-"""Loops over stacked layers, and how inference keeps them from copying what they go over."""
+"""Loops over stacked layers, how inference keeps them from copying what they go over, and what
+training recomputes in them."""
 
 import jax
 import jax.numpy as jnp
 
 from k3_jax.axes import Held, is_held
-from k3_jax.layers.moe import Packed
+from k3_jax.layers.moe import CAME_BACK, Packed
 from pallas_kernels.common import automatic
 
 
@@ -39,6 +40,17 @@ def repeat(step, carry, xs, caches, n: int):
     return carry, jax.tree.map(lambda x, old: Held(x, old.index), after, caches), ys
 
 
+def remat(fn, name: str, level: str):
+    """`fn` recomputed in the backward pass when the remat `name` works at this `level`."""
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(CAME_BACK)
+    if name == "dots" and level == "layer":
+        kept = policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
+    elif name != level:
+        return fn
+    return jax.checkpoint(fn, policy=kept)
+
+
 def stacks(caches):
     """The arrays that held caches are in."""
     return jax.tree.map(lambda x: x.stack, caches, is_leaf=is_held)
@@ -62,6 +74,13 @@ def held(blocks):
 def hold(tree):
     """Each array, which is stacked over groups and layers, as the first `Held` of its stack."""
     return jax.tree.map(lambda x: Held(x.reshape(-1, *x.shape[2:]), jnp.zeros((), jnp.int32)), tree)
+
+
+def of_turn(layer, turn):
+    """The weights of a stage's `turn`-th block, where it has them stacked (`k3_jax.pipeline`)."""
+    if turn is None:
+        return layer
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, turn, keepdims=False), layer)
 
 
 def taken(layer):

@@ -16,10 +16,11 @@ from k3_jax.layers.attn_res import AttnRes, Bank
 from k3_jax.layers.kda import Kda
 from k3_jax.layers.mla import Mla
 from k3_jax.layers.mlp import DenseFfn
-from k3_jax.layers.moe import CAME_BACK, Moe, Routing
+from k3_jax.layers.moe import Moe, Routing
 from k3_jax.layers.norm import rms_norm
 from k3_jax.layers.passage import Passage, unseen
-from k3_jax.loops import held, hold, repeat, stacks, taken
+from k3_jax.loops import held, hold, of_turn, remat, repeat, stacks, taken
+from k3_jax.pipeline import through_stages
 from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from k3_jax.tree import named_leaves, with_leaves
 from pallas_kernels.common import dot32
@@ -147,16 +148,16 @@ class Group(nnx.Module):
         """Its MoE layers."""
         return sum(n for n, is_moe in zip(self.lengths, self.is_moe, strict=True) if is_moe)
 
-    def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, look):
+    def __call__(self, sum_BTD, is_first, bank, rows: Rows, caches, forced_ZBTA, turn, look):
         """The sum after the group, its caches, and per run (routing, largest logits, what is seen).
 
-        is_first: the group is its block's first.
+        is_first: the group is its block's first. turn: as `loops.of_turn` has it.
         """
 
         def step(sum_BTD, xs, cache):
             layer, is_first, forced_BTA = xs
             layer = taken(layer)
-            run = remat(lambda layer, *x: layer(*x, look), self.remat, "layer")
+            run = remat(lambda layer, *x: of_turn(layer, turn)(*x, look), self.remat, "layer")
             return run(layer, sum_BTD, is_first, bank, rows, cache, forced_BTA)
 
         after, found, z = [], [], 0
@@ -181,19 +182,26 @@ class Blocks(nnx.Module):
         self.remat, self.n_blocks = c.remat, plan.n_blocks
         # Groups of each part in one block.
         self.lengths = tuple(len(part) // plan.n_blocks for part in plan.parts)
-        self.parts = nnx.List([stacked(Group, c, p[0], n=len(p), rngs=rngs) for p in plan.parts])
+        self.has_stages = plan.n_blocks > 1 and bool(present(("stage",)))
+        over = "stage" if self.has_stages else None
+        parts = [stacked(Group, c, p[0], n=len(p), rngs=rngs, over=over) for p in plan.parts]
+        self.parts = nnx.List(parts)
 
-    def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, look):
+    def __call__(self, sum_BTD, bank: Bank, rows: Rows, caches, forced_ZBTA, look, n_micro):
         """The sum of the last block, the bank with what came before it, and the caches; then the
         routing of the MoE layers and what is seen of all, in the layers' order, and largest logits
         by runs."""
         n, given = self.n_blocks, (list(self.parts), forced_ZBTA)
+        if self.has_stages:
+            block = partial(self._block, look=unseen)
+            found = through_stages(block, given[0], n, sum_BTD, bank, rows, n_micro)
+            return *found[:2], None, jax.tree.map(_join, found[2])
 
         def step(carry, xs, caches):
             (sum_BTD, made), (i, *xs) = carry, xs
             made = tuple(jnp.where(i == k, sum_BTD, row) for k, row in enumerate(made))
             here = Bank((*bank.rows, *made), (*bank.is_there, *(k <= i for k in range(n))))
-            sum_BTD, caches, out = self._block(sum_BTD, here, rows, caches, *xs, look)
+            sum_BTD, caches, out = self._block(sum_BTD, here, rows, caches, *xs, None, look)
             return (sum_BTD, made), caches, out
 
         # Room for the sum before each of these blocks.
@@ -209,11 +217,11 @@ class Blocks(nnx.Module):
         groups = zip(self.parts, self.lengths, strict=True)
         return self.n_blocks * sum(n * group.n_moe for group, n in groups)
 
-    def _block(self, sum_BTD, bank, rows, caches, parts, forced_ZBTA, look):
+    def _block(self, sum_BTD, bank, rows, caches, parts, forced_ZBTA, turn, look):
         def step(sum_BTD, xs, cache):
             group, is_first, forced_ZBTA = xs
             run = remat(lambda g, *x: g(*x, look), self.remat, "group")
-            return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA)
+            return run(group, sum_BTD, is_first, bank, rows, cache, forced_ZBTA, turn)
 
         after, routing, seen, largest, z = [], [], [], [], 0
         for p, (groups, n) in enumerate(zip(parts, self.lengths, strict=True)):
@@ -285,6 +293,7 @@ class K3(nnx.Module):
         look=unseen,
         counted_BT=None,
         keep_largest=False,
+        n_micro=1,
     ) -> Output:
         """Rows of embeddings -> hidden rows.
 
@@ -294,11 +303,15 @@ class K3(nnx.Module):
         With `counted_BT` (booleans) routing has what balancing the experts needs to know of these
         tokens. `look(layer, passage)` is called within each layer; the arrays that it returns, of
         equal shapes for all layers, come out with a leading axis over them.
+        On a mesh with stages, `n_micro` parts of the rows go through them.
         """
         segments_BT = jax.reshard(segments_BT, act_spec("BT"))
         if counted_BT is not None:
             counted_BT = jax.reshard(counted_BT, act_spec("BT"))
         rows = Rows(segments_BT, counted_BT=counted_BT, keep_largest=keep_largest)
+        asked = any(x is not None for x in (cache, forced_ZBTA))
+        if present(("stage",)) and (asked or look is not unseen):
+            raise ValueError("mesh.stage takes no cache, no forced_ZBTA, no look")
         if cache is not None:
             if present(("seq",)):
                 raise ValueError(
@@ -314,7 +327,7 @@ class K3(nnx.Module):
             forced = None
             if forced_ZBTA is not None:
                 forced, z = forced_ZBTA[z : z + blocks.n_moe], z + blocks.n_moe
-            sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, look)
+            sum_BTD, bank, caches, out = blocks(sum_BTD, bank, rows, caches, forced, look, n_micro)
             after.append(stacks(caches))
             for kept, found in zip((routing, seen), out[:2], strict=True):
                 kept += [] if found is None else [found]
@@ -345,15 +358,17 @@ def abstract(c: ModelConfig) -> K3:
 def router_biases(model: K3) -> jax.Array:
     """bias_ZE: the router biases of the Z MoE layers, in the layers' order."""
     leaves, of = named_leaves(model), router_leaves(model.config)
-    joined = jnp.concatenate([leaves[name].reshape(len(z), -1) for name, z in of.items()])
-    return joined[np.argsort(np.concatenate([*of.values()]))]
+    whole = [jax.reshard(leaves[name], jax.P()).reshape(len(z), -1) for name, z in of.items()]
+    return jnp.concatenate(whole)[np.argsort(np.concatenate([*of.values()]))]
 
 
 def with_router_biases(model: K3, bias_ZE) -> K3:
     """The model with other router biases."""
     leaves, of = named_leaves(model), router_leaves(model.config)
-    changed = {name: bias_ZE[np.array(z)].reshape(leaves[name].shape) for name, z in of.items()}
-    return with_leaves(model, leaves | changed)
+    for name, z in of.items():
+        old = jax.typeof(leaves[name])
+        leaves[name] = jax.reshard(bias_ZE[np.array(z)].reshape(old.shape), old.sharding.spec)
+    return with_leaves(model, leaves)
 
 
 def router_leaves(c: ModelConfig) -> dict[str, list[int]]:
@@ -378,17 +393,6 @@ def fresh_cache(c: ModelConfig, n_rows: int, n_slots: int) -> K3Cache:
         for plan in plan_blocks(c)
     )
     return K3Cache(blocks, zeros((n_rows,), jnp.int32, "B"))
-
-
-def remat(fn, name: str, level: str):
-    """`fn` recomputed in the backward pass when the remat `name` works at this `level`."""
-    policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(CAME_BACK)
-    if name == "dots" and level == "layer":
-        kept = policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
-    elif name != level:
-        return fn
-    return jax.checkpoint(fn, policy=kept)
 
 
 def _concatenate(trees, axis=0):

@@ -14,10 +14,12 @@ from k3_jax.balancing import figures, next_biases
 from k3_jax.config import TrainConfig, as_quantized
 from k3_jax.lora import adapters
 from k3_jax.loss import cross_entropy, next_tokens
-from k3_jax.model import K3, abstract, router_biases, with_router_biases
+from k3_jax.model import K3, Output, abstract, router_biases, with_router_biases
 from k3_jax.optim.qk_clip import clip_logits, largest_of_all
 from k3_jax.spikes import Recent, judge, none_yet
 from k3_jax.tree import named_leaves, with_leaves
+from sharding import present
+from sharding.stages import STAGE, on_stages, own_rows
 
 F32 = jnp.float32
 
@@ -61,8 +63,10 @@ def loss_sums(model: K3, config: TrainConfig, batch: dict, quantized=False, **ke
     """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's Output, with
     what `keep` asks of it. `quantized`: with experts as they will be served."""
     model = with_quantized_experts(model) if quantized else model
+    if present((STAGE,)) and STAGE not in jax.sharding.get_abstract_mesh().manual_axes:
+        return _on_stages(model, config, batch, **keep)
     tokens_BT, segments_BT = batch["tokens"], batch["segments"]
-    out = model(model.embed(tokens_BT), segments_BT, **keep)
+    out = model(model.embed(tokens_BT), segments_BT, n_micro=config.pipeline_micro_batches, **keep)
     targets_BT, counts_BT = next_tokens(tokens_BT, segments_BT, batch.get("mask"))
     head_DV, chunk = read(model.head_DV), config.loss_chunk
     return cross_entropy(out.hidden_BTD, head_DV, targets_BT, counts_BT, chunk=chunk), out
@@ -71,6 +75,22 @@ def loss_sums(model: K3, config: TrainConfig, batch: dict, quantized=False, **ke
 def with_quantized_experts(model: K3) -> K3:
     """The same parameters, in a model whose experts compute as they will be served."""
     return with_leaves(abstract(as_quantized(model.config)), named_leaves(model))
+
+
+def _on_stages(model: K3, config: TrainConfig, batch: dict, counted_BT=None, **keep):
+    """`loss_sums` on a mesh with stages, each for its own rows; of what layers tell, what does not
+    depend on which rows are where."""
+
+    def of_stage(model, batch, counted_BT):
+        batch, counted_BT = jax.tree.map(own_rows, (batch, counted_BT))
+        sums, out = loss_sums(model, config, batch, counted_BT=counted_BT, **keep)
+        routing = out.routing and dataclasses.replace(out.routing, experts_BTA=None)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(out.largest), STAGE)
+        told = Output(None, None, routing, None, largest)
+        return jax.lax.psum(sums, STAGE), told
+
+    specs = P(), Output(None, None, P(None, STAGE), None, P())
+    return on_stages(of_stage, specs)(model, batch, counted_BT)
 
 
 def objective(model, batch: dict, config: TrainConfig, base: K3 | None = None, quantized=False):

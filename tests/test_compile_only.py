@@ -120,7 +120,7 @@ def test_an_exchange_belongs_to_mesh_axes_and_torus_dimensions():
     """8 chips, 2 x 4: `expert` goes along the long side, `data` along the short one."""
     places = [SimpleNamespace(coords=(i // 4, i % 4, 0)) for i in range(8)]
     mesh = SimpleNamespace(
-        axis_names=AXES, devices=np.array(places).reshape(2, 1, 4, 1, 1), shape={}
+        axis_names=AXES, devices=np.array(places).reshape(2, 1, 1, 4, 1, 1), shape={}
     )
     assert spanned((0, 1, 2, 3), mesh, V5P) == (("expert",), [(4, True)])
     assert spanned((0, 4), mesh, V5P) == (("data",), [(2, False)])

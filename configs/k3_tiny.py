@@ -78,7 +78,7 @@ def get_config() -> ConfigDict:
         update_rms=0.2,
         qk_clip=100.0,
     )
-    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, stage=1, slices=1)
+    config.mesh = dict(data=1, fsdp=-1, expert=1, seq=1, tensor=1, pipeline=1, slices=1)
     config.steps = 0
     config.seed = 0
     config.start_from = ""

@@ -44,8 +44,8 @@ def check_run(config: TrainConfig, mesh, vocab_size: int, n_processes: int) -> N
     if config.lora.base:
         with jax.set_mesh(mesh):
             chosen(config)
-    if mesh.shape["stage"] > 1:
-        check_pipeline(config, mesh.shape["stage"], rows // n_shards)
+    if mesh.shape["pipeline"] > 1:
+        check_pipeline(config, mesh.shape["pipeline"], rows // n_shards)
     if vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer {data.tokenizer!r} has {vocab_size} ids, more than "
@@ -58,18 +58,18 @@ def check_pipeline(config: TrainConfig, n_stages: int, rows: int) -> None:
     alike = [plan.n_blocks for plan in plan_blocks(config.model) if plan.n_blocks > 1]
     if not alike or any(n % n_stages for n in alike):
         raise ValueError(
-            f"mesh.stage={n_stages}: stages are cut between AttnRes blocks, so it must divide the "
-            f"number of blocks in a row that are alike; this model has {alike or 'none'}"
+            f"mesh.pipeline={n_stages}: stages are cut between AttnRes blocks, so it must divide "
+            f"the number of blocks in a row that are alike; this model has {alike or 'none'}"
         )
     if config.lora.base or config.health_every:
         raise ValueError(
-            f"mesh.stage={n_stages} goes neither with lora.base={config.lora.base!r} nor with "
+            f"mesh.pipeline={n_stages} goes neither with lora.base={config.lora.base!r} nor with "
             f"health_every={config.health_every}"
         )
     parts = config.pipeline_micro_batches
     if parts < 1 or parts % n_stages or rows % parts:
         raise ValueError(
-            f"pipeline_micro_batches={parts} must be a multiple of mesh.stage={n_stages} and "
+            f"pipeline_micro_batches={parts} must be a multiple of mesh.pipeline={n_stages} and "
             f"divide the {rows} rows that a device of each stage has in a micro-batch"
         )
 
@@ -81,10 +81,10 @@ def check_serving(model: ModelConfig, mesh) -> None:
             f"mesh.seq={mesh.shape['seq']}: serving does not split rows in time; "
             "data, fsdp and expert split rows, tensor splits heads"
         )
-    if mesh.shape["stage"] > 1:
+    if mesh.shape["pipeline"] > 1:
         raise ValueError(
-            f"mesh.stage={mesh.shape['stage']}: serving has no pipeline; data, fsdp and expert "
-            "split rows, tensor splits heads"
+            f"mesh.pipeline={mesh.shape['pipeline']}: serving has no pipeline; data, fsdp and "
+            "expert split rows, tensor splits heads"
         )
     check_split(model, mesh, seq_len=0)
     if SLOTS % mesh.shape["tensor"]:

@@ -25,6 +25,7 @@ from k3_jax.state import K3Cache, Rows, fresh_kda, fresh_mla, zeros
 from k3_jax.tree import named_leaves, with_leaves
 from pallas_kernels.common import dot32
 from sharding import act_spec, on_shards, present
+from sharding.pipeline import STAGES
 
 # Equal groups of consecutive layers, by their indices, that share one program under a scan.
 Part = tuple[tuple[int, ...], ...]
@@ -182,8 +183,8 @@ class Blocks(nnx.Module):
         self.remat, self.n_blocks = c.remat, plan.n_blocks
         # Groups of each part in one block.
         self.lengths = tuple(len(part) // plan.n_blocks for part in plan.parts)
-        self.has_stages = plan.n_blocks > 1 and bool(present(("stage",)))
-        over = "stage" if self.has_stages else None
+        self.has_stages = plan.n_blocks > 1 and bool(present((STAGES,)))
+        over = STAGES if self.has_stages else None
         parts = [stacked(Group, c, p[0], n=len(p), rngs=rngs, over=over) for p in plan.parts]
         self.parts = nnx.List(parts)
 
@@ -310,8 +311,8 @@ class K3(nnx.Module):
             counted_BT = jax.reshard(counted_BT, act_spec("BT"))
         rows = Rows(segments_BT, counted_BT=counted_BT, keep_largest=keep_largest)
         asked = any(x is not None for x in (cache, forced_ZBTA))
-        if present(("stage",)) and (asked or look is not unseen):
-            raise ValueError("mesh.stage takes no cache, no forced_ZBTA, no look")
+        if present((STAGES,)) and (asked or look is not unseen):
+            raise ValueError("mesh.pipeline takes no cache, no forced_ZBTA, no look")
         if cache is not None:
             if present(("seq",)):
                 raise ValueError(

@@ -18,7 +18,7 @@ A tick uses the weights of one block, so those that rest over `fsdp` are gathere
 gradients scattered, once a tick, as with `accumulate` once a micro-batch.
 
 What is not of alike blocks (the first and last block, embedding, loss) runs on each stage for its
-own rows: there `stage` is one more axis of rows.
+own rows: there `pipeline` is one more axis of rows.
 
 Own code, as no library's pipeline fits: those of praxis and MaxText are Linen modules that vmap
 stages under automatic sharding and pass one array on, JaxPP has a runtime of its own.
@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from k3_jax.layers.attn_res import Bank
 from k3_jax.state import Rows
 from k3_jax.tree import path_name
-from sharding.stages import (
-    STAGE,
+from sharding.pipeline import (
+    STAGES,
     all_micro_batches,
     deal_back,
     in_ring,
@@ -43,7 +43,7 @@ from sharding.stages import (
 def through_stages(block, parts, n: int, sum_BTD, bank: Bank, rows: Rows, n_micro: int):
     """n alike blocks on this stage's rows: the last one's sum, the bank with what came before it,
     and what blocks told, [n, ...], of these rows; the largest logits, of all rows, but -inf for the
-    blocks of other stages. Inside `sharding.stages.on_stages`.
+    blocks of other stages. Inside `sharding.pipeline.on_stages`.
 
     block(sum_BTD, bank, rows, None, parts, None, turn) -> sum_BTD, None, told. parts: this stage's
     part of the blocks' weights as they rest.
@@ -51,7 +51,7 @@ def through_stages(block, parts, n: int, sum_BTD, bank: Bank, rows: Rows, n_micr
     parts = jax.tree.map(lambda w: in_ring(w, n), parts)
     came_in = [all_micro_batches(x, "BTD", n_micro) for x in (*bank.rows, sum_BTD)]
     cut = jax.tree.map(lambda x: all_micro_batches(x, "BT", n_micro), rows)
-    P, s = n_stages(), jax.lax.axis_index(STAGE)
+    P, s = n_stages(), jax.lax.axis_index(STAGES)
     n_items = n_micro * n // P
 
     def tick(kept, t):
@@ -108,6 +108,6 @@ def _keep(kept, m, k, x_BTD, is_due):
 def _of_own_blocks(largest):
     """[v, M, ...] of this stage's blocks -> [n, ...], of all micro-batches."""
     own = jnp.max(largest, axis=1)[:, None]
-    is_own = jnp.arange(n_stages()) == jax.lax.axis_index(STAGE)
+    is_own = jnp.arange(n_stages()) == jax.lax.axis_index(STAGES)
     is_own = is_own.reshape(-1, *(1,) * (own.ndim - 2))
     return jnp.where(is_own, own, -jnp.inf).reshape(-1, *own.shape[2:])

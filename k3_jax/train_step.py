@@ -19,7 +19,7 @@ from k3_jax.optim.qk_clip import clip_logits, largest_of_all
 from k3_jax.spikes import Recent, judge, none_yet
 from k3_jax.tree import named_leaves, with_leaves
 from sharding import present
-from sharding.stages import STAGE, on_stages, own_rows
+from sharding.pipeline import STAGES, on_stages, own_rows
 
 F32 = jnp.float32
 
@@ -63,7 +63,7 @@ def loss_sums(model: K3, config: TrainConfig, batch: dict, quantized=False, **ke
     """LossSums over rows {"tokens", "segments"[, "mask"]} of [B, T]; and the model's Output, with
     what `keep` asks of it. `quantized`: with experts as they will be served."""
     model = with_quantized_experts(model) if quantized else model
-    if present((STAGE,)) and STAGE not in jax.sharding.get_abstract_mesh().manual_axes:
+    if present((STAGES,)) and STAGES not in jax.sharding.get_abstract_mesh().manual_axes:
         return _on_stages(model, config, batch, **keep)
     tokens_BT, segments_BT = batch["tokens"], batch["segments"]
     out = model(model.embed(tokens_BT), segments_BT, n_micro=config.pipeline_micro_batches, **keep)
@@ -85,11 +85,11 @@ def _on_stages(model: K3, config: TrainConfig, batch: dict, counted_BT=None, **k
         batch, counted_BT = jax.tree.map(own_rows, (batch, counted_BT))
         sums, out = loss_sums(model, config, batch, counted_BT=counted_BT, **keep)
         routing = out.routing and dataclasses.replace(out.routing, experts_BTA=None)
-        largest = jax.lax.pmax(jax.lax.stop_gradient(out.largest), STAGE)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(out.largest), STAGES)
         told = Output(None, None, routing, None, largest)
-        return jax.lax.psum(sums, STAGE), told
+        return jax.lax.psum(sums, STAGES), told
 
-    specs = P(), Output(None, None, P(None, STAGE), None, P())
+    specs = P(), Output(None, None, P(None, STAGES), None, P())
     return on_stages(of_stage, specs)(model, batch, counted_BT)
 
 

@@ -1,7 +1,7 @@
 """The device mesh. There always is one: a single device is a mesh of ones.
 
 data     rows; weights are copied along it. The axis that may span slices of a pod
-stage    AttnRes blocks that are alike, and rows of what is not (`sharding.stages`)
+pipeline AttnRes blocks that are alike, and rows of what is not (`sharding.pipeline`)
 fsdp     rows; weights rest split over it and are gathered where they are used
 expert   rows; routed experts live on it, and the other weights rest split over it too
 seq      the time axis of long rows
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-AXES = ("data", "stage", "fsdp", "expert", "seq", "tensor")
+AXES = ("data", "pipeline", "fsdp", "expert", "seq", "tensor")
 
 
 def make_mesh(
@@ -24,7 +24,7 @@ def make_mesh(
     expert: int = 1,
     seq: int = 1,
     tensor: int = 1,
-    stage: int = 1,
+    pipeline: int = 1,
     *,
     slices: int = 1,
     devices=None,
@@ -36,7 +36,7 @@ def make_mesh(
     devices or `data` does not divide over the slices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dict(zip(AXES, (data, stage, fsdp, expert, seq, tensor), strict=True))
+    sizes = dict(zip(AXES, (data, pipeline, fsdp, expert, seq, tensor), strict=True))
     unknown = [a for a in AXES if sizes[a] == -1]
     wrong = {a: n for a, n in sizes.items() if n < 1 and n != -1}
     if wrong or len(unknown) > 1:

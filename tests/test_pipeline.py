@@ -88,8 +88,8 @@ def one():
 @pytest.mark.parametrize(
     ("sizes", "n_micro", "remat"),
     [
-        (dict(data=2, stage=2), 4, "group"),
-        (dict(stage=3, expert=2), 3, "layer"),
+        (dict(data=2, pipeline=2), 4, "group"),
+        (dict(pipeline=3, expert=2), 3, "layer"),
     ],
     ids=str,
 )
@@ -112,7 +112,7 @@ def test_stages_give_the_loss_and_gradients_of_one(sizes, n_micro, remat, one):
         assert error <= 1e-4 * np.linalg.norm(wanted[name]) + 1e-7, name
         assert g.sharding == leaves[name].sharding, name
 
-    n = sizes["stage"]
+    n = sizes["pipeline"]
     n_ticks = n_micro * 6 // n + n - 1
     row = B // n_micro * T * config.model.width * 4 // (math.prod(sizes.values()) // n)
     moved = [x for x in collectives(program.as_text()) if x.opcode == "collective-permute"]
@@ -122,18 +122,18 @@ def test_stages_give_the_loss_and_gradients_of_one(sizes, n_micro, remat, one):
 def test_what_does_not_divide_is_refused_in_words():
     config = configured(n_micro=4)
     check_pipeline(config, 2, 12)
-    with pytest.raises(ValueError, match=r"mesh.stage=4: .* alike; this model has \[6\]"):
+    with pytest.raises(ValueError, match=r"mesh.pipeline=4: .* alike; this model has \[6\]"):
         check_pipeline(config, 4, 12)
     with pytest.raises(
-        ValueError, match="pipeline_micro_batches=4 must be a multiple of mesh.stage=3"
+        ValueError, match="pipeline_micro_batches=4 must be a multiple of mesh.pipeline=3"
     ):
         check_pipeline(config, 3, 12)
     with pytest.raises(ValueError, match="divide the 6 rows"):
         check_pipeline(config, 2, 6)
-    with pytest.raises(ValueError, match="mesh.stage=3: .* has none"):
+    with pytest.raises(ValueError, match="mesh.pipeline=3: .* has none"):
         check_pipeline(dataclasses.replace(config, model=tiny.CONFIG), 3, 12)
-    with pytest.raises(ValueError, match="mesh.stage=2: serving has no pipeline"):
-        check_serving(tiny.CONFIG, make_mesh(stage=2, devices=jax.devices()[:2]))
+    with pytest.raises(ValueError, match="mesh.pipeline=2: serving has no pipeline"):
+        check_serving(tiny.CONFIG, make_mesh(pipeline=2, devices=jax.devices()[:2]))
 
 
 def trained(folder, documents, monkeypatch, **stages):
@@ -143,9 +143,9 @@ def trained(folder, documents, monkeypatch, **stages):
     values.model.update(n_layers=6, mla_layers=(5,))
     values.optim.name = "adamw"
     values.update(steps=2, eval_every=0)
-    values.mesh.stage = stages.get("stage", 1)
+    values.mesh.pipeline = stages.get("pipeline", 1)
     values.pipeline_micro_batches = stages.get("n_micro", 1)
-    config, devices = from_dict(TrainConfig, values), jax.devices()[: values.mesh.stage]
+    config, devices = from_dict(TrainConfig, values), jax.devices()[: values.mesh.pipeline]
     monkeypatch.setattr(train, "make_mesh", functools.partial(make_mesh, devices=devices))
     before = signal.getsignal(signal.SIGTERM)
     with on_mesh(data=1):
@@ -168,7 +168,7 @@ def test_training_with_stages_gives_the_run_without(tmp_path, monkeypatch):
         words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
         (tmp_path / f"{i}.txt").write_text(" ".join(words))
     run = functools.partial(trained, documents=f"{tmp_path}/*.txt", monkeypatch=monkeypatch)
-    wanted, got = run(tmp_path / "one"), run(tmp_path / "two", stage=2, n_micro=2)
+    wanted, got = run(tmp_path / "one"), run(tmp_path / "two", pipeline=2, n_micro=2)
     assert len(wanted[0]) == 2
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)

@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
     config.optim = dict(
         name="muon_per_head", learning_rate=4e-3, final_ratio=0.1, warmup_ratio=1 / 6, qk_clip=100.0
     )
-    config.mesh = dict(data=1, fsdp=1, expert=1, stage=1)
+    config.mesh = dict(data=1, fsdp=1, expert=1, pipeline=1)
     config.steps = 12
     config.start_from = ""
     config.accumulate = 1

@@ -147,7 +147,7 @@ class MeshConfig:
     expert: int = 1
     seq: int = 1
     tensor: int = 1
-    stage: int = 1
+    pipeline: int = 1
     slices: int = 1
 
 
@@ -174,7 +174,7 @@ class TrainConfig:
 
     `start_from`: a checkpoint whose weights a new run begins with ("": random ones); a run that has
     a checkpoint of its own goes on from that.
-    With `mesh.stage` above 1 the rows of a micro-batch go through the stages in
+    With `mesh.pipeline` above 1 the rows of a micro-batch go through the stages in
     `pipeline_micro_batches` parts (`k3_jax.pipeline`); without stages it means nothing.
     `loss_chunk` tokens at a time have their logits in float32. A run stops after `max_bad_steps`
     skipped steps in a row. `eval_every`, `save_every`, `log_every` and `health_every` (figures by

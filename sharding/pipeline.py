@@ -1,6 +1,6 @@
 """Stages of a pipeline: each has rows and blocks of its own, and they exchange both here.
 
-    sums = on_stages(fn, P())(weights, batch)   # within: `stage` is manual, other axes as outside
+    sums = on_stages(fn, P())(weights, batch)   # within: `pipeline` is manual, others as outside
         rows = own_rows(batch_rows)             # this stage's part of the rows
         x = all_micro_batches(x, "BTD", M)      # every stage's rows, cut
         w = in_ring(w, n)                       # blocks from how they rest to where they are used
@@ -17,22 +17,23 @@ import jax.numpy as jnp
 
 from sharding.rules import act_spec, on_shards
 
-STAGE = "stage"
+STAGES = "pipeline"
 
 
 def on_stages(fn, out_specs):
-    """`fn` on each stage, whose arguments are its part of what is split over `stage`, and whole
-    otherwise; `out_specs` name `stage` alone. The gradient of what is whole is summed over stages.
+    """`fn` on each stage, whose arguments are its part of what is split over `pipeline`, and whole
+    otherwise; `out_specs` name `pipeline` alone. The gradient of what is whole is summed over
+    stages.
 
     The one shard_map without check_vma: with it the residuals of one that is nested in another are
     given the shape of both (jaxlib 0.12.0.1: "'sdy.manual_computation' op result shape,
     corresponding sharding, and region result shape must match"). Those nested here keep theirs.
     """
-    return jax.shard_map(fn, out_specs=out_specs, axis_names={STAGE}, check_vma=False)
+    return jax.shard_map(fn, out_specs=out_specs, axis_names={STAGES}, check_vma=False)
 
 
 def n_stages() -> int:
-    return jax.sharding.get_abstract_mesh().shape[STAGE]
+    return jax.sharding.get_abstract_mesh().shape[STAGES]
 
 
 def own_rows(x_BT):
@@ -43,7 +44,7 @@ def own_rows(x_BT):
         return jax.lax.dynamic_slice_in_dim(x_BT, index * n, n)
 
     x_BT = jax.reshard(x_BT, act_spec("BT"))
-    return on_shards(cut, "BT, -> BT")(x_BT, jax.lax.axis_index(STAGE))
+    return on_shards(cut, "BT, -> BT")(x_BT, jax.lax.axis_index(STAGES))
 
 
 def all_micro_batches(x, letters: str, n_micro: int):
@@ -55,13 +56,13 @@ def all_micro_batches(x, letters: str, n_micro: int):
     cut = on_shards(lambda x: x.reshape(n, -1, *x.shape[1:]), f"{letters} -> .{letters}")(x)
     # An all-gather, whose gradient JAX 0.12 cannot lower where other axes are explicit.
     copies = jnp.broadcast_to(cut, (n_stages(), *cut.shape))
-    return jax.lax.all_to_all(copies, STAGE, 0, 0).reshape(n_micro, *cut.shape[1:])
+    return jax.lax.all_to_all(copies, STAGES, 0, 0).reshape(n_micro, *cut.shape[1:])
 
 
 def next_stage(x):
     """x of the stage before, the last before the first."""
     n = n_stages()
-    return jax.lax.ppermute(x, STAGE, [(i, (i + 1) % n) for i in range(n)])
+    return jax.lax.ppermute(x, STAGES, [(i, (i + 1) % n) for i in range(n)])
 
 
 def deal_back(x, letters: str):
@@ -81,7 +82,7 @@ def deal_back(x, letters: str):
         x = jnp.moveaxis(x, 1, axis)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-    x = jax.lax.all_to_all(x.reshape(v, n, n_micro // n, *shape), STAGE, 1, 1)
+    x = jax.lax.all_to_all(x.reshape(v, n, n_micro // n, *shape), STAGES, 1, 1)
     x = x.reshape(v * n, n_micro // n, *shape)
     return on_shards(join, f"..{letters} -> .{letters}")(x)
 
@@ -101,11 +102,11 @@ def in_ring(w, n_blocks: int):
 
 def _dealt(w, n):
     """[v, ...] blocks s v, s v + 1, ... of this stage s -> blocks s, s + P, ... on it."""
-    v, here = len(w), jax.lax.axis_index(STAGE)
+    v, here = len(w), jax.lax.axis_index(STAGES)
     most = -(-v // n)
     # Those for stage d are every P-th, from the first that is d modulo P on.
     to = (jnp.arange(n) - here * v) % n
     given = to[:, None] + n * jnp.arange(most)
-    came = jax.lax.all_to_all(w[jnp.minimum(given, v - 1)], STAGE, 0, 0)
+    came = jax.lax.all_to_all(w[jnp.minimum(given, v - 1)], STAGES, 0, 0)
     block = jnp.arange(v) * n + here
     return came[block // v, block % v // n]

@@ -33,6 +33,15 @@ def four_devices():
         yield mesh
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_programs():
+    """What a module compiled goes when it ends. Every program takes memory maps, of which Linux
+    gives a process 65,530; the compiler ends a process that has none left by a segmentation
+    fault."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def quick_compiler():
     """Half the compile time or less, for programs that are long for what they compute."""

@@ -150,10 +150,10 @@ def run_on(documents, workdir, *more):
 
 
 def lines(workdir):
-    """What `metrics.jsonl` says, but for speeds."""
+    """What `metrics.jsonl` says, but for speeds and where the time went."""
     told = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    speeds = {"tokens_per_second", "tflops_per_device"}
-    return [{k: v for k, v in x.items() if k not in speeds} for x in told]
+    clocked = ("tokens_per_second", "tflops_per_device", "goodput", "seconds_")
+    return [{k: v for k, v in x.items() if not k.startswith(clocked)} for x in told]
 
 
 def saved(workdir, step):

@@ -162,6 +162,7 @@ def trained(folder, documents, monkeypatch, **stages):
     return told, jax.device_get(state["model"])
 
 
+@pytest.mark.slow
 def test_training_with_stages_gives_the_run_without(tmp_path, monkeypatch):
     """Two steps, and a checkpoint that any mesh reads; micro-batches go twice round two stages."""
     for i in range(40):

@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny
 import train_config
+from runs import train_here
 
-import train
 from k3_jax.checkpoint.tree import placed
 from k3_jax.config import TrainConfig, from_dict
 from k3_jax.goodput import Clock
@@ -184,16 +183,13 @@ def test_lists_keep_their_gaps_in_the_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_writes_health_and_a_trace(tmp_path, monkeypatch):
+def test_a_run_writes_health_and_a_trace(tmp_path):
     """Of steps 2 and 4 in lines of their own; the layers are one with KDA and one with MLA."""
     (tmp_path / "text.txt").write_text("red green blue " * 400)
     values = train_config.get_config()
     values.data.sources.text.glob, values.data.holdout = str(tmp_path / "text.txt"), 0.0
     values.update(steps=4, eval_every=0, health_every=2, profile_at=3, profile_steps=1)
-    monkeypatch.setattr(train, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
-    monkeypatch.setattr(train, "StopSignal", lambda: SimpleNamespace(is_set=False))
-    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
-        train.run(from_dict(TrainConfig, values), str(tmp_path / "run"))
+    train_here(from_dict(TrainConfig, values), tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in lines]
     told = [x for x in lines if "health/attn_res" in x]

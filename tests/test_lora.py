@@ -2,9 +2,7 @@
 
 import functools
 import json
-import random
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,8 @@ import serve_models
 import train_config
 from checkpoint_states import assert_same_bits
 from etils import epath
+from runs import changed, few_words, train_here
 
-import train
 from k3_jax.axes import Adapted, through_rank
 from k3_jax.checkpoint import to_hf, to_orbax
 from k3_jax.checkpoint.arrays import StoredArrays
@@ -24,7 +22,7 @@ from k3_jax.checkpoint.plan import Options
 from k3_jax.checkpoint.safetensors import Buffer
 from k3_jax.checkpoint.store import CheckpointError, Store
 from k3_jax.checkpoint.views import open_view
-from k3_jax.config import TrainConfig, from_dict, to_dict
+from k3_jax.config import TrainConfig, to_dict
 from k3_jax.lora import adapters
 from k3_jax.lora.__main__ import main as lora
 from k3_jax.lora.frozen import open_base
@@ -51,11 +49,7 @@ def configured(base="", is_packed=False, glob="", **changes) -> TrainConfig:
     values.optim.update(name="adamw", learning_rate=0.02, weight_decay=0.0, qk_clip=0.0)
     values.lora.base = str(base)
     values.update(steps=STEPS, save_every=2, eval_every=2)
-    values = values.to_dict()
-    for name, value in changes.items():
-        *sections, key = name.split("__")
-        functools.reduce(dict.__getitem__, sections, values)[key] = value
-    return from_dict(TrainConfig, values)
+    return changed(values.to_dict(), changes)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +67,7 @@ def bases(tmp_path_factory):
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """The glob of forty short texts of a few words."""
-    folder = tmp_path_factory.mktemp("documents")
-    for i in range(40):
-        words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-        (folder / f"{i}.txt").write_text(" ".join(words))
-    return f"{folder}/*.txt"
+    return few_words(tmp_path_factory.mktemp("documents"))
 
 
 def stirred(config):
@@ -181,17 +171,6 @@ def test_gradients_pass_packed_experts_as_they_pass_widened_ones(bases):
     for name in packed:
         if "ffn/down_DL" in name:  # what it gives goes to routed experts alone
             assert relative(packed[name], widened[name]) < 0.1
-
-
-def train_here(config, workdir):
-    """`train.run` on one device; the mesh and the signal handler are put back."""
-    before, devices = signal.getsignal(signal.SIGTERM), jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(make_mesh(devices=devices)):
-        patch.setattr(train, "make_mesh", functools.partial(make_mesh, devices=devices))
-        try:
-            train.run(config, str(workdir))
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def saved(workdir, step=STEPS):

@@ -4,16 +4,14 @@ import dataclasses
 import functools
 import json
 import math
-import random
-import signal
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from runs import few_words, train_here
 from train_config import get_config
 
-import train
 from k3_jax.checkpoint.store import Store
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checks import check_pipeline, check_serving
@@ -136,7 +134,7 @@ def test_what_does_not_divide_is_refused_in_words():
         check_serving(tiny.CONFIG, make_mesh(pipeline=2, devices=jax.devices()[:2]))
 
 
-def trained(folder, documents, monkeypatch, **stages):
+def trained(folder, documents, **stages):
     """What two steps tell, and the last weights, read back on one device."""
     values = get_config()
     values.data.sources.text.glob = documents
@@ -145,12 +143,8 @@ def trained(folder, documents, monkeypatch, **stages):
     values.update(steps=2, eval_every=0)
     values.mesh.pipeline = stages.get("pipeline", 1)
     values.pipeline_micro_batches = stages.get("n_micro", 1)
-    config, devices = from_dict(TrainConfig, values), jax.devices()[: values.mesh.pipeline]
-    monkeypatch.setattr(train, "make_mesh", functools.partial(make_mesh, devices=devices))
-    before = signal.getsignal(signal.SIGTERM)
-    with on_mesh(data=1):
-        train.run(config, str(folder))
-    signal.signal(signal.SIGTERM, before)
+    config = from_dict(TrainConfig, values)
+    train_here(config, folder, values.mesh.pipeline)
     with on_mesh(data=1):
         tx = make_optimizer(config.optim, config.steps)
         shapes = nest(named_leaves(jax.eval_shape(functools.partial(init_state, config, tx))))
@@ -163,12 +157,9 @@ def trained(folder, documents, monkeypatch, **stages):
 
 
 @pytest.mark.slow
-def test_training_with_stages_gives_the_run_without(tmp_path, monkeypatch):
+def test_training_with_stages_gives_the_run_without(tmp_path):
     """Two steps, and a checkpoint that any mesh reads; micro-batches go twice round two stages."""
-    for i in range(40):
-        words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-        (tmp_path / f"{i}.txt").write_text(" ".join(words))
-    run = functools.partial(trained, documents=f"{tmp_path}/*.txt", monkeypatch=monkeypatch)
+    run = functools.partial(trained, documents=few_words(tmp_path))
     wanted, got = run(tmp_path / "one"), run(tmp_path / "two", pipeline=2, n_micro=2)
     assert len(wanted[0]) == 2
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

@@ -4,8 +4,6 @@ its step nothing changes."""
 import dataclasses
 import functools
 import json
-import random
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import optax
 import pytest
 import train_config
 from qat_numbers import as_packed, same_bits
+from runs import few_words, train_here
 
 import train
 from k3_jax.checkpoint import convert, hf, to_hf
@@ -28,7 +27,6 @@ from k3_jax.quant.mxfp4 import TRAINED_RULE, pack, rounded, unpack
 from k3_jax.train_step import init_state, train_step, with_quantized_experts
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from pallas_kernels.experts.mxfp4_reference import widen
-from sharding import make_mesh
 
 EXPERTS = tuple(leaf for leaf, _ in hf.EXPERT.values())
 MOE = dict(n_experts=8, n_active=2, latent_width=64, expert_width=64)
@@ -53,23 +51,14 @@ def configured(documents, **overrides) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("documents")
-    for i in range(40):
-        words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-        (folder / f"{i}.txt").write_text(" ".join(words))
-    return f"{folder}/*.txt"
+    return few_words(tmp_path_factory.mktemp("documents"))
 
 
 @pytest.fixture(scope="module")
 def run(documents, tmp_path_factory):
     """A run of 12 steps, the last 8 of them with experts as they will be served."""
-    workdir, before = tmp_path_factory.mktemp("run"), signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch:
-        one = functools.partial(make_mesh, devices=jax.devices()[:1])
-        patch.setattr(train, "make_mesh", one)
-        with jax.set_mesh(one()):
-            train.run(configured(documents, qat_from_step=FROM, eval_every=4), str(workdir))
-    signal.signal(signal.SIGTERM, before)
+    workdir = tmp_path_factory.mktemp("run")
+    train_here(configured(documents, qat_from_step=FROM, eval_every=4), workdir)
     return workdir
 
 

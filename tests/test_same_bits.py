@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import random
 
 import jax
 import numpy as np
 import pytest
 import train_config
 from checkpoint_states import assert_same_bits
+from runs import few_words
 
 from k3_jax.checkpoint.store import Store
 from k3_jax.config import SpikeConfig, TrainConfig, from_dict
@@ -27,11 +27,8 @@ class Run:
     """tests/train_config.py for 50 steps on two devices, with spikes told by the last 8 steps."""
 
     def __init__(self, folder):
-        for i in range(40):
-            words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-            (folder / f"{i}.txt").write_text(" ".join(words))
         values = train_config.get_config()
-        values.data.sources.text.glob = f"{folder}/*.txt"
+        values.data.sources.text.glob = few_words(folder)
         values.optim.name = "adamw"  # compiles sooner; tests/test_train.py resumes with Muon
         spikes = SpikeConfig(threshold=20.0, window=WINDOW)
         self.config = dataclasses.replace(

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -17,10 +16,11 @@ import optax
 import pytest
 import train_config
 from checkpoint_states import assert_same_bits
+from runs import changed, few_words, train_here
 
 import train
 from k3_jax.checkpoint.store import Store
-from k3_jax.config import TrainConfig, from_dict
+from k3_jax.config import TrainConfig
 from k3_jax.optim import decays, make_optimizer
 from k3_jax.train_step import init_state, train_step
 from k3_jax.tree import named_leaves, nest, with_leaves
@@ -62,32 +62,14 @@ def quick_compiler(quick_compiler):
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """The glob of forty short texts of a few words."""
-    folder = tmp_path_factory.mktemp("documents")
-    for i in range(40):
-        words = random.Random(i).choices(["red", "green", "blue", "tall", "small"], k=20 + i)
-        (folder / f"{i}.txt").write_text(" ".join(words))
-    return f"{folder}/*.txt"
+    return few_words(tmp_path_factory.mktemp("documents"))
 
 
 def configured(documents, **overrides) -> TrainConfig:
     """tests/train_config.py with overrides: {"model__width": 3} sets config.model.width."""
     values = train_config.get_config().to_dict()
     values["data"]["sources"]["text"]["glob"] = documents
-    for name, value in overrides.items():
-        *sections, key = name.split("__")
-        functools.reduce(dict.__getitem__, sections, values)[key] = value
-    return from_dict(TrainConfig, values)
-
-
-def train_here(config, workdir, n_devices=1):
-    """`train.run` on some of the devices; the mesh and the signal handler are put back."""
-    before, devices = signal.getsignal(signal.SIGTERM), jax.devices()[:n_devices]
-    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(make_mesh(devices=devices[:1])):
-        patch.setattr(train, "make_mesh", functools.partial(make_mesh, devices=devices))
-        try:
-            train.run(config, str(workdir))
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    return changed(values, overrides)
 
 
 def run_program(*args):

@@ -18,11 +18,11 @@ from k3_jax.layers.moe import Moe
 from k3_jax.layers.passage import Passage
 from k3_jax.lora.adapters import whole
 from k3_jax.model import Layer, layer_places
-from k3_jax.train_step import loss_sums
+from k3_jax.train_step import loss_sums, minimised
 from k3_jax.tree import named_leaves
 from pallas_kernels.experts import grouped_matmul, grouped_matmul_mxfp4
 from pallas_kernels.kda.gate import log_decay
-from sharding import ROUTED, act_spec, on_shards
+from sharding import act_spec, on_shards
 
 F32 = jnp.float32
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -67,7 +67,7 @@ def observe(trained, batch: dict, base, config: TrainConfig, quantized) -> dict[
         model = whole(trained, base, config.lora)
         keep = dict(counted_BT=rows["segments"] != 0, look=partial(figures, config.model))
         sums, out = loss_sums(model, config, rows, quantized, **keep)
-        value = sums.nats + config.z_loss * sums.z
+        value = minimised(sums, config)
         return value / jnp.maximum(sums.count, 1), (out.seen, out.routing)
 
     grads, (seen, routing) = jax.grad(loss, has_aux=True)(trained)
@@ -174,13 +174,10 @@ class RoutedGates(Moe):
 
     def share(self, moe: Moe, x_BTD, rows):
         """share_BT1: of each token's gates in all of its experts."""
-        scores_BTE = jax.nn.sigmoid(einsum("BTD,DE->BTE", x_BTD.astype(F32), moe.router_DE))
+        scores_BTE = moe.scores(x_BTD)
         chosen_BTA, _ = moe._choose(scores_BTE, read(moe.router_bias_E), None)
-        tokens = einsum("BTD,DL->BTL", x_BTD, moe.down_DL), scores_BTE, chosen_BTA, rows.segments_BT
-        weights, letters = moe._weights(x_BTD.dtype)
-        sums_BTL, _ = on_shards(self._experts, f"BTL,BT.,BTA,BT{letters} -> BTL,P", ROUTED)(
-            *(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights
-        )
+        tokens = scores_BTE, chosen_BTA, rows.segments_BT
+        sums_BTL, _ = moe.through(self._experts, x_BTD, *tokens)
         return jax.reshard(sums_BTL, act_spec("BT."))[..., :1].astype(F32) / moe.config.moe.n_active
 
     def _apply(self, x_nL, share_n, sizes_E, *weights):

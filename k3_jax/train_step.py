@@ -109,8 +109,12 @@ def objective(model, batch: dict, config: TrainConfig, base: K3 | None = None, q
     routed, required = None, None
     if (routing := out.routing) is not None:
         routed, required = (routing.n_dropped_P, routing.tally), routing.required_BTE
-    value = sums.nats + config.z_loss * sums.z
-    return value, ((sums, routed), (required, out.largest))
+    return minimised(sums, config), ((sums, routed), (required, out.largest))
+
+
+def minimised(sums, config: TrainConfig) -> jax.Array:
+    """What training makes small, of LossSums: summed over targets as they are."""
+    return sums.nats + config.z_loss * sums.z
 
 
 def clips(config: TrainConfig) -> bool:

@@ -102,17 +102,12 @@ class Moe(nnx.Module):
 
     def __call__(self, x_BTD, rows: Rows, forced_BTA=None):
         """x_BTD -> y_BTD and its Routing; `forced_BTA` replaces the choice."""
-        scores_BTE = jax.nn.sigmoid(einsum("BTD,DE->BTE", x_BTD.astype(F32), self.router_DE))
-        counts = None, None
+        scores_BTE, counts = self.scores(x_BTD), (None, None)
         if forced_BTA is None:
             biased = jax.lax.stop_gradient((scores_BTE, read(self.router_bias_E)))
             forced_BTA, counts = self._choose(*biased, rows.counted_BT)
-        latent_BTL = einsum("BTD,DL->BTL", x_BTD, self.down_DL)
-        tokens = latent_BTL, scores_BTE, forced_BTA, rows.segments_BT
-        weights, letters = self._weights(x_BTD.dtype)
-        mixed_BTL, n_dropped_P = on_shards(
-            self._experts, f"BTL,BT.,BTA,BT{letters} -> BTL,P", ROUTED
-        )(*(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights)
+        tokens = scores_BTE, forced_BTA, rows.segments_BT
+        mixed_BTL, n_dropped_P = self.through(self._experts, x_BTD, *tokens)
         if present(ROUTED["E"]):
             # Kept for the backward pass, which fetches no row of it from other devices again.
             mixed_BTL = checkpoint_name(mixed_BTL, CAME_BACK)
@@ -120,6 +115,18 @@ class Moe(nnx.Module):
         normed_BTL = rms_norm(mixed_BTL, read(self.latent_norm_L), self.config.norm_eps)
         y_BTD = einsum("BTL,LD->BTD", normed_BTL, self.up_LD) + self.shared(x_BTD)
         return y_BTD, Routing(forced_BTA, n_dropped_P, *counts)
+
+    def scores(self, x_BTD):
+        """The router's, float32."""
+        return jax.nn.sigmoid(einsum("BTD,DE->BTE", x_BTD.astype(F32), self.router_DE))
+
+    def through(self, experts, x_BTD, *tokens):
+        """`experts`, which is `_experts` or one like it, of the latents of x_BTD and of `tokens`:
+        (scores_BTE, chosen_BTA, segments_BT)."""
+        tokens = einsum("BTD,DL->BTL", x_BTD, self.down_DL), *tokens
+        weights, letters = self._weights(x_BTD.dtype)
+        run = on_shards(experts, f"BTL,BT.,BTA,BT{letters} -> BTL,P", ROUTED)
+        return run(*(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights)
 
     def _weights(self, dtype):
         """The experts' matrices for `_glu`, and their part of a signature for `on_shards`."""

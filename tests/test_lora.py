@@ -239,7 +239,9 @@ def test_a_merged_checkpoint_answers_as_base_and_adapters(
     assert lora(["merge", f"--base={base}", f"--adapters={stored[is_packed]}", f"--to={to}"]) == 0
     config = configured(base, is_packed)
     frozen, trained = open_base(config).load(), stirred(config)
-    model = open_checkpoint(str(to), dtype, is_packed).load()
+    merged = open_checkpoint(str(to), dtype, is_packed)
+    assert merged.tokenizer == "bytes"  # the adapters' where the base, converted, names none
+    model = merged.load()
     models = (
         with_leaves(frozen, named_leaves(model)),
         adapters.whole(trained, frozen, config.lora),

@@ -53,8 +53,8 @@ def merge(base: str, adapters: str, to: str, workers: int = 2, say: Callable = p
     Raises FileNotFoundError, FileExistsError, ValueError or OSError that name what is wrong.
     """
     base_step, step, target = found_step(base), found_step(adapters), epath.Path(to)
-    meta = manifest.read(base_step)["meta"]
     told = check_belong(base_step, step)
+    meta = with_tokenizer(manifest.read(base_step)["meta"], manifest.read(step)["meta"])
     if (target / STEP / manifest.NAME).exists():
         raise FileExistsError(f"{target} holds a whole checkpoint; give a new directory")
     config = from_dict(ModelConfig, meta["config"]["model"], "config.model")
@@ -95,6 +95,14 @@ def check_belong(base: epath.Path, adapters: epath.Path) -> dict:
             f"{told['fingerprint']}; {base} has {found}"
         )
     return told
+
+
+def with_tokenizer(base: dict, adapters: dict) -> dict:
+    """The base's meta; one that names no tokenizer, as those of converted checkpoints, gets the one
+    that the adapters were trained with."""
+    data = base["config"]["data"]
+    own = {"tokenizer": data["tokenizer"] or adapters["config"]["data"]["tokenizer"]}
+    return {**base, "config": {**base["config"], "data": {**data, **own}}}
 
 
 def plan(

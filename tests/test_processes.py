@@ -24,18 +24,24 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(workdir, n, n_devices, *, steps=4, **mesh):
+PLAIN = ("train", "--config.eval_every=0", "--config.save_every=2")
+STAGED = ("stages", "--config.stages.s2_long.batch=4")  # a row for each device and micro-batch
+
+
+def start(workdir, n, n_devices, *, kind=PLAIN, steps=None, **mesh):
     """`train.py` as n processes with n_devices each."""
     port, here = free_port(), Path(workdir).parent
     sizes = dict(data=1, fsdp=1) | mesh
+    config, *flags = kind
     command = [
-        *(sys.executable, "train.py", "--config", "tests/train_config.py", "--workdir", workdir),
-        "--config.data.sources.text.glob=k3_jax/*.py",
-        *("--config.eval_every=0", "--config.save_every=2", f"--config.steps={steps}"),
+        *(sys.executable, "train.py", "--config", f"tests/{config}_config.py"),
+        *("--workdir", workdir, "--config.data.sources.text.glob=k3_jax/*.py", *flags),
+        *([f"--config.steps={steps}"] if steps else []),
         *(f"--config.mesh.{axis}={size}" for axis, size in sizes.items()),
     ]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": "tests",  # one configuration there begins with another
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # half the compile time
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={n_devices}",
     }
@@ -53,7 +59,7 @@ def start(workdir, n, n_devices, *, steps=4, **mesh):
 
 def losses(workdir) -> dict[int, float]:
     lines = (Path(workdir) / "metrics.jsonl").read_text().splitlines()
-    return {x["step"]: x["loss"] for x in map(json.loads, lines)}
+    return {x["step"]: x["loss"] for x in map(json.loads, lines) if "loss" in x}
 
 
 def finish(processes, workdir):
@@ -65,15 +71,33 @@ def finish(processes, workdir):
 def test_processes_make_the_run_of_one_and_another_number_goes_on(tmp_path, n):
     """T25, T26: n processes, and from their step 2 on one process with another mesh."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    finish(start(whole, 1, 4, data=2, fsdp=2), whole)
-    finish(start(parts, n, 4 // n, data=2, fsdp=2), parts)
+    finish(start(whole, 1, 4, steps=4, data=2, fsdp=2), whole)
+    finish(start(parts, n, 4 // n, steps=4, data=2, fsdp=2), parts)
     # Sums over devices come in another order.
     same = pytest.approx(losses(whole), rel=1e-6)
     assert losses(parts) == same and sorted(losses(parts)) == [1, 2, 3, 4]
     shutil.rmtree(parts / "checkpoints" / "4")
-    finish(start(parts, 1, 4, fsdp=2, expert=2), parts)
+    finish(start(parts, 1, 4, steps=4, fsdp=2, expert=2), parts)
     assert "going on from step 2" in Path(f"{parts}.0.log").read_text()
     assert losses(parts) == same
+
+
+@pytest.mark.slow
+def test_processes_cross_a_stages_border_as_one_does(tmp_path):
+    """Two make the run of one, border after step 6 and held-out losses included; begun by two and
+    ended by one, or the other way, with the border in between, it is the same run."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    finish(start(whole, 1, 2, kind=STAGED, data=2), whole)
+    finish(start(parts, 2, 1, kind=STAGED, data=2), parts)
+    same = pytest.approx(losses(whole), rel=1e-6)
+    assert losses(parts) == same and max(losses(parts)) > 6 + 1
+    for n, step in ((1, 5), (2, 6)):
+        for path in (parts / "checkpoints").iterdir():
+            if path.name.isdigit() and int(path.name) > step:
+                shutil.rmtree(path)
+        finish(start(parts, n, 2 // n, kind=STAGED, data=2), parts)
+        assert f"going on from step {step}" in Path(f"{parts}.0.log").read_text()
+        assert losses(parts) == same
 
 
 @pytest.mark.slow

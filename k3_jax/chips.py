@@ -15,7 +15,8 @@ class Chip(NamedTuple):
 
     flops: dense bfloat16, 1/s. memory: of HBM, bytes. bandwidth: of HBM, bytes/s. links: bytes/s
     that leave the device over all its links to other chips (half of what Google calls
-    bidirectional). torus: dimensions of the torus that the links make.
+    bidirectional). torus: dimensions of the torus that the links make. network: bytes/s of the
+    data-centre network that joins slices, a device's share.
     """
 
     flops: float
@@ -23,6 +24,7 @@ class Chip(NamedTuple):
     bandwidth: float | None = None
     links: float | None = None
     torus: int | None = None
+    network: float | None = None
 
     def closes_ring(self, side: int) -> bool:
         """Whether links join the ends of a slice's dimension of `side` chips.
@@ -34,10 +36,10 @@ class Chip(NamedTuple):
 
 
 GIB = 1 << 30
-V5E = Chip(197e12, 16 * GIB, 819e9, 200e9, 2)
-V5P = Chip(459e12, 95 * GIB, 2765e9, 600e9, 3)
-V6E = Chip(918e12, 32 * GIB, 1638e9, 400e9, 2)
-TPU7X = Chip(1153e12, 96 * GIB, 3690e9, 300e9, 3)
+V5E = Chip(197e12, 16 * GIB, 819e9, 200e9, 2, 25e9 / 8)
+V5P = Chip(459e12, 95 * GIB, 2765e9, 600e9, 3, 50e9 / 8)
+V6E = Chip(918e12, 32 * GIB, 1638e9, 400e9, 2, 100e9 / 8)
+TPU7X = Chip(1153e12, 96 * GIB, 3690e9, 300e9, 3, 50e9 / 8)
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GIB, 1200e9, 300e9, 3),
     "TPU v5 lite": V5E,

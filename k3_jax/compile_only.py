@@ -3,7 +3,8 @@
 libtpu compiles ahead of time for a described slice; no weight is made. Memory is the compiler's
 figure for one device, traffic that of the compiled text (`k3_jax.hlo`). Seconds are arithmetic with
 public figures (`k3_jax.chips`); nothing is measured. They are told twice: with compute, HBM and
-links all overlapping, where the longest is the step, and one after another, where their sum is.
+links (and network, of several slices) all overlapping, where the longest is the step, and one
+after another, where their sum is.
 """
 
 import dataclasses
@@ -53,21 +54,24 @@ class DoesNotFit(ValueError):
     """The message says which kinds of memory take how much of the device's."""
 
 
-def described_devices(topology: str) -> list:
-    """The devices of a slice such as "v5p:4x4x4". Raises ValueError where none can be described."""
+def described_devices(topology: str, slices: int = 1) -> list:
+    """The devices of slices such as "v5p:4x4x4". Raises ValueError where none can be described."""
     if not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", topology):
         raise ValueError(f"--topology={topology!r} is not of the form v6e:8x8 or v5p:4x4x4")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"--compile_only needs the TPU compiler: pip install {LIBTPU}")
     for name, value in LOOK_FOR_NONE.items():
         os.environ.setdefault(name, value)
+    several = dict(num_slices=slices) if slices > 1 else {}
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        described = topologies.get_topology_desc(topology, platform="tpu", **several)
     except (RuntimeError, ValueError) as e:
         raise ValueError(f"--topology={topology!r}: {str(e).splitlines()[0]}") from None
-    if devices[0].device_kind not in CHIPS:
-        raise ValueError(f"no figures for {devices[0].device_kind!r} in k3_jax/chips.py")
-    return list(devices)
+    chip = CHIPS.get(kind := described.devices[0].device_kind)
+    if chip is None or (several and chip.network is None):
+        of = "the network of " if chip else ""
+        raise ValueError(f"no figures for {of}{kind!r} in k3_jax/chips.py")
+    return list(described.devices)
 
 
 def shard_bytes(tree) -> int:
@@ -106,7 +110,7 @@ def report(jitted, args: tuple, kinds: dict, flops: float, tokens: int, again: f
         raise DoesNotFit(refusal(kinds, "", chip))
     found = traffic(text, mesh, chip)
     found["compute_s"] = again * flops / mesh.size / chip.flops
-    bounds = {"compute": found["compute_s"], "HBM": found["hbm_s"], "links": found["links_s"]}
+    bounds = {name: found[f"{name.lower()}_s"] for name in ("compute", "HBM", "links", "network")}
     seconds = [max(bounds.values()), sum(bounds.values())]
     return {
         "device": mesh.devices.flat[0].device_kind,
@@ -152,20 +156,26 @@ def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
     moved = sum(op.runs * op.bytes for op in operations(text))
     rows: dict[tuple, dict] = {}
     for op in collectives(text):
-        if len(op.group) < 2:
+        if op.slices > 1:
+            axes, seconds = ("slices",), op.sent / chip.network
+        elif len(op.group) > 1:
+            axes, sides = spanned(op.group, mesh, chip)
+            seconds = seconds_on_links(op, sides, chip)
+        else:
             continue
-        axes, sides = spanned(op.group, mesh, chip)
         what = f"{op.opcode} of lent experts" if LENT in op.scopes else op.opcode
         row = rows.setdefault((what, axes), {"runs": 0, "sent_bytes": 0.0, "seconds": 0.0})
         row["runs"] += op.runs
         row["sent_bytes"] += op.runs * op.sent
-        row["seconds"] += op.runs * seconds_on_links(op, sides, chip)
+        row["seconds"] += op.runs * seconds
     listed = [{"operation": o, "axes": "*".join(a), **row} for (o, a), row in rows.items()]
     listed.sort(key=lambda row: -row["seconds"])
+    network = sum(row["seconds"] for row in listed if row["axes"] == "slices")
     return {
         "hbm_bytes": moved,
         "hbm_s": moved / chip.bandwidth,
-        "links_s": sum(row["seconds"] for row in listed),
+        "links_s": sum(row["seconds"] for row in listed) - network,
+        "network_s": network,
         "collectives": listed,
     }
 
@@ -216,8 +226,10 @@ def lines(title: str, found: dict) -> list[str]:
     out += [f"  {n / GB:9.3f}  {name}" for name, n in found["memory_bytes"].items()]
     out += [f"  {total / GB:9.3f}  of {found['memory_of_device'] / GB:.1f}", ""]
     out += ["seconds a call, modelled from public figures, not measured"]
-    for name, key in (("FLOPs", "compute_s"), ("HBM traffic", "hbm_s"), ("links", "links_s")):
-        out.append(f"  {found[key]:11.6f}  {name}")
+    parts = {"FLOPs": "compute_s", "HBM traffic": "hbm_s", "links": "links_s"}
+    if found["network_s"]:
+        parts["network between slices"] = "network_s"
+    out += [f"  {found[key]:11.6f}  {name}" for name, key in parts.items()]
     best, worst = found["seconds"]
     out += [f"  {best:11.6f}  all overlapping (bound: {found['bound']})"]
     out += [f"  {worst:11.6f}  one after another"]
@@ -237,7 +249,8 @@ def lines(title: str, found: dict) -> list[str]:
 def train_reports(config: TrainConfig, topology: str) -> dict[str, dict]:
     """`report` of a training step of each stage of a run on a described slice, or of
     `config.stage`. Raises ValueError."""
-    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=described_devices(topology))
+    devices = described_devices(topology, config.mesh.slices)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     check_stages(config, mesh, vocab_size=0, n_processes=1)
     return {f"step of {s.name or 'training'}": _step_report(s, mesh) for s in current(config)}
 

@@ -56,7 +56,8 @@ class Collective(NamedTuple):
 
     group: the devices, by their numbers in the mesh, that the first device exchanges with, itself
     too; of a permutation, a device and the one that it sends to. scopes: JAX's names of where in
-    the program it is.
+    the program it is. slices: how many of them exchange over the data-centre network; then `group`
+    is empty.
     """
 
     opcode: str
@@ -64,6 +65,7 @@ class Collective(NamedTuple):
     sent: float
     group: tuple[int, ...]
     scopes: str = ""
+    slices: int = 1
 
 
 COLLECTIVES = (
@@ -82,18 +84,31 @@ def collectives(text: str) -> list[Collective]:
 def _exchanges(bodies) -> Iterator[Collective]:
     opened = (*CALLS, "fusion", "custom-call-start")
     for line, by_name, runs in _walk(bodies, bodies["ENTRY"], 1, opened):
-        opcode = line.opcode.removesuffix("-start")
-        if opcode not in COLLECTIVES:
+        opcode, group, slices = line.opcode.removesuffix("-start"), (), 1
+        if opcode == "send" and "_xla_megascale_transfer_type" in line.text:
+            opcode, slices = _between_slices(line.text)
+        elif opcode in COLLECTIVES:
+            group = _group(line.text)
+        else:
             continue
-        group = _group(line.text)
-        n = len(group)
+        n = max(len(group), slices)
         given = [_bytes(by_name[x].type) for x in line.operands if x in by_name]
         # On average a device sends what it gets: no more than either of the two buffers holds.
         sent = min(given[:2]) if opcode == "ragged-all-to-all" else sum(given)
         share = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
         scopes = re.search(r'op_name="([^"]*)"', line.text)
         scopes = scopes.group(1) if scopes else ""
-        yield Collective(opcode, runs, sent * share.get(opcode, (n - 1) / n), group, scopes)
+        sent *= share.get(opcode, (n - 1) / n)
+        yield Collective(opcode, runs, sent, group, scopes, slices)
+
+
+def _between_slices(text: str) -> tuple[str, int]:
+    """The exchange that hosts make of what a device sends them, and of how many slices: such as
+    ALL_REDUCE, with {1,2} of "{1,2}x{0:3}"."""
+    opcode = re.search(r'_xla_megascale_transfer_type="(\w+)"', text).group(1)
+    listed = re.search(r'_xla_megascale_target="\{([\d,:]+)\}x', text).group(1)
+    ends = [[int(n) for n in part.split(":")] for part in listed.split(",")]
+    return opcode.lower().replace("_", "-"), sum(end[-1] - end[0] + 1 for end in ends)
 
 
 def _group(text: str) -> tuple[int, ...]:

@@ -49,6 +49,26 @@ def test_exchanges_have_the_bytes_that_leave_a_device_and_their_group():
     ]
 
 
+def test_what_slices_exchange_goes_over_the_network():
+    """The text of XLA for two slices of four chips, and a list of three."""
+    line = """  %send = (f32[128,8,128]{2,1,0}, u32[], token[]) send(%x, %token), channel_id=2, \
+is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}"""
+    head = (
+        "ENTRY %main (x: f32[128,8,128]) -> f32[8] {\n  %x = f32[128,8,128]{2,1,0} parameter(0)\n"
+    )
+    n_bytes = 128 * 8 * 128 * 4
+    for target, kind, want in (
+        ("{1,2}x{0:3}", "ALL_REDUCE", ("all-reduce", n_bytes, 2)),
+        ("{1:2,4}x{0:3}", "ALL_GATHER", ("all-gather", 2 * n_bytes, 3)),
+    ):
+        text = head + line.replace("{1,2}x{0:3}", target).replace("ALL_REDUCE", kind) + "\n}\n"
+        (found,) = hlo.collectives(text)
+        assert (found.opcode, found.sent, found.slices) == want
+        told = compile_only.traffic(text, make_mesh(data=8), V6E)
+        assert told["links_s"] == 0 and told["network_s"] == pytest.approx(want[1] / 12.5e9)
+
+
 def test_a_kernel_moves_what_it_says_and_an_allocation_nothing():
     text = """ENTRY %main (x: bf16[8,1024,128]) -> bf16[8,128] {
   %x = bf16[8,1024,128]{2,1,0} parameter(0)
@@ -187,6 +207,7 @@ def test_the_table_says_what_the_file_says(tmp_path, capsys):
         "hbm_bytes": 1e9,
         "hbm_s": 0.25,
         "links_s": 0.125,
+        "network_s": 0.0,
         "compute_s": 1.0,
         "collectives": [
             {
@@ -259,21 +280,25 @@ def test_a_mesh_that_cannot_serve_is_refused():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 @pytest.mark.slow
-def test_a_training_step_compiles_for_a_slice(tmp_path):
+@pytest.mark.parametrize("slices, names", [(1, ["s1_256", "s2_512"]), (2, ["s1_256"])])
+def test_a_training_step_compiles_for_slices(tmp_path, slices, names):
     done = started(
         "train.py",
         "--config=configs/k3_tiny.py",
         "--compile_only",
         "--topology=v6e:2x2",
         f"--workdir={tmp_path}",
-        "--config.mesh.fsdp=4",
+        *("--config.mesh.fsdp=4", f"--config.mesh.data={slices}", f"--config.mesh.slices={slices}"),
+        *(["--config.stage=s1_256"] if slices > 1 else []),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     stages = json.loads((tmp_path / "compile_only.json").read_text())
-    assert [*stages] == ["step of s1_256", "step of s2_512"]
+    assert [*stages] == [f"step of {name}" for name in names]
     for found in stages.values():
-        assert found["devices"] == 4 and found["mesh"] == {"fsdp": 4}
-        assert found["memory_bytes"]["parameters"] > 0 and found["collectives"]
+        assert found["devices"] == 4 * slices and found["mesh"]["fsdp"] == 4
+        assert found["memory_bytes"]["parameters"] > 0 and found["links_s"] > 0
+        # Between slices are sums over `data`, and nothing else names them.
+        assert (found["network_s"] > 0) == (slices > 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")

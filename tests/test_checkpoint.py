@@ -102,6 +102,21 @@ def test_a_stack_saved_by_one_device_is_stored_in_pieces(tmp_path, monkeypatch):
     assert_same_bits(Store(tmp_path).restore(abstract(state)).state, state)
 
 
+def test_a_large_stack_is_stored_matrix_by_matrix(tmp_path, monkeypatch):
+    """Who exports reads one expert at a time, and decodes no other for it."""
+    monkeypatch.setattr(store_module, "STACK_BYTES", 4096)
+    state = {
+        "large_EFL": bits((3, 4, 16, 32), jnp.float32),
+        "small_EF": bits((8, 4, 16), jnp.float32),
+    }
+    with Store(tmp_path) as store:
+        store.save(1, state, {}, {})
+    stored = ocp.metadata(tmp_path / "1", checkpointable_name="state").metadata
+    chunks = {name: tuple(x.storage_metadata.chunk_shape) for name, x in stored.items()}
+    assert chunks == {"large_EFL": (1, 1, 16, 32), "small_EF": (8, 4, 16)}
+    assert_same_bits(Store(tmp_path).restore(abstract(state)).state, state)
+
+
 def test_part_of_the_state_restores_without_the_rest(tmp_path):
     save_steps(tmp_path, 1)
     target = abstract({"model": make_state(1)["model"]})

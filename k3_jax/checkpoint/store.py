@@ -9,6 +9,7 @@ import asyncio
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from k3_jax.checkpoint import manifest
 from k3_jax.checkpoint.tree import check_match, check_state, placed, selected
 
 CHUNK_BYTES = 256 << 20  # largest piece that a reader must hold to get at any part of an array
+# Above it stacks of matrices are cut into matrices: an export reads them one by one.
+STACK_BYTES = 1 << 20
 # Status words by which TensorStore says that stored bytes are not what was written.
 DAMAGE = re.compile("DATA_LOSS|OUT_OF_RANGE|NOT_FOUND")
 NO_STEP, FAILED = -1, -2
@@ -132,6 +135,7 @@ class Store:
             )
         context = ocp.Context()
         context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+        context.array.saving.scoped_storage_options_creator = _cut_as_matrices
         with context:
             response = ocp.save_async(
                 self.directory / str(step), state, checkpointable_name="state"
@@ -288,6 +292,17 @@ class Store:
 
     def _fault(self, path: epath.Path) -> str | None:
         return self._damaged.get(path.name) or manifest.fault(path)
+
+
+def _cut_as_matrices(_, x: jax.Array):
+    """Storage options by which a piece is one index of x's first axes, as far as it is large."""
+    shape = x.sharding.shard_shape(x.shape)
+    n_bytes, axes = math.prod(shape) * x.dtype.itemsize, []
+    for axis, size in enumerate(shape[:-2]):
+        if n_bytes > STACK_BYTES:
+            axes.append(axis)
+            n_bytes //= size
+    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=tuple(axes))
 
 
 def _on_first_process(work: Callable[[], int]) -> int:

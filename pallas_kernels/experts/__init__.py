@@ -13,7 +13,7 @@ from pallas_kernels.experts.mxfp4 import from_released
 from pallas_kernels.experts.mxfp8 import from_mxfp8, to_mxfp8
 
 IMPLS = ("auto", "pallas", *FORMS, "reference")
-PACKED_IMPLS = ("auto", "pallas", "reference")
+PACKED_IMPLS = ("auto", "pallas", *FORMS, "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
 
 __all__ = [
@@ -57,13 +57,15 @@ def grouped_matmul_mxfp4(
     x_NL, packed_ELF, scales_ELF, sizes_E, *,
     first=0, activations="bfloat16", impl="auto", out_dtype=None,
 ):  # fmt: skip
-    """y_n = x_n w_e with packed weights, as `from_released` lays them out; nothing widens them.
+    """y_n = x_n w_e with packed weights, as `from_released` lays them out; no widened copy is kept.
 
     first: group e is expert first + e (int32, traced) of weights that may hold those of all layers.
     activations: "bfloat16" or, with x the pair (values, scales) that `to_mxfp8` returns, "mxfp8".
-    impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "reference" widens
-    one expert at a time in jnp; "auto" is the kernel on TPU and the definition elsewhere. Every
-    impl and chip takes both activations.
+    impl: "pallas" is the TPU kernel of `mxfp4` (there: shapes, exactness, VMEM), "blocks" and
+    "batched" are those of `grouped_matmul` and widen the expert of each block of rows (`frozen`),
+    "reference", the definition, multiplies every row with every expert. "auto" is the kernel on
+    TPU, "batched" on GPU and "blocks" on CPU, which take bfloat16 rows; mxfp8 rows get the
+    definition there.
     out_dtype: bfloat16 if None, or float32.
     Differentiable in bfloat16 x (`frozen`); the weights have no gradient, and mxfp8 has none.
     """
@@ -102,7 +104,7 @@ def grouped_glu_mxfp4(
 
 
 def _packed_impl(door, x, activations, impl):
-    """ "pallas" or "reference"."""
+    """One of PACKED_IMPLS that is not "auto"."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"{door}: activations={activations!r} is not one of {ACTIVATIONS}")
     if isinstance(x, tuple) != (activations == "mxfp8"):
@@ -113,7 +115,11 @@ def _packed_impl(door, x, activations, impl):
         )
     if impl not in PACKED_IMPLS:
         raise ValueError(f"{door}: impl={impl!r} is not one of {PACKED_IMPLS}")
-    return automatic("packed experts", "reference") if impl == "auto" else impl
+    if activations == "mxfp8":
+        if impl in FORMS:
+            raise ValueError(f"{door}: impl={impl!r} takes bfloat16 rows, not {activations}")
+        return automatic("packed experts, mxfp8 rows", "reference") if impl == "auto" else impl
+    return automatic("packed experts", "blocks", gpu="batched") if impl == "auto" else impl
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -46,7 +46,7 @@ def times(x_NL, w_ELF, sizes_E, eq):
         y = dot32(eq, x, w_ELF[expert[b]])
         return jax.lax.dynamic_update_slice_in_dim(y_NF, y, first[b], 0)
 
-    y_NF = _zeros((N + block, width), x_NL, w_ELF, sizes_E)
+    y_NF = _zeros((N + block, width), x_NL, w_ELF[0], sizes_E)
     y_NF = jax.lax.fori_loop(0, n_blocks, step, y_NF)[:N]
     return jnp.where(jnp.arange(N)[:, None] < total, y_NF, 0.0)
 

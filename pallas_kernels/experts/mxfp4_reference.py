@@ -1,4 +1,4 @@
-"""The definition of the grouped matmul with packed weights, in plain jnp: what runs off a TPU.
+"""The definition of the grouped matmul with packed weights, in plain jnp.
 
 One expert is widened at a time, and multiplied with every row.
 """

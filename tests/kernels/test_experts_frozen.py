@@ -38,6 +38,21 @@ def test_widened_weights_are_the_definitions_and_exact():
     np.testing.assert_array_equal(clipped, frozen.widen(packed, jnp.full_like(scales, 240)))
 
 
+@pytest.mark.parametrize("form", frozen.FORMS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_forms_are_those_of_widened_weights_to_the_bit(form, sizes):
+    """And the definition's up to the order of its sums; experts 1..E of E + 1, the index traced."""
+    sizes = jnp.asarray(sizes, jnp.int32)
+    stack, w_ELF = weights(6, E + 1)
+    run = partial(experts.grouped_matmul_mxfp4, out_dtype=jnp.float32)
+    got = jax.jit(partial(run, impl=form))(rows(N), *stack, sizes, first=jnp.int32(1))
+    plain = partial(experts.grouped_matmul, impl=form, preferred_element_type=jnp.float32)
+    want = jax.jit(plain)(rows(N), w_ELF[1:].astype(jnp.bfloat16), sizes)
+    np.testing.assert_array_equal(got, want)
+    definition = run(rows(N), *stack, sizes, first=1, impl="reference")
+    np.testing.assert_allclose(got, definition, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_the_gradient_of_rows_is_that_of_widened_weights(sizes):
     """Experts 1..E of a stack of E + 1, the index traced; rows after the last group get 0. The

@@ -278,15 +278,18 @@ def test_sizes_no_block_can_take_are_refused_with_numbers():
         from_released(np.zeros((1, 4, 40), np.uint8), np.zeros((1, 4, 2), np.uint8))
 
 
-def test_the_door_takes_the_definition_off_tpu_and_refuses_another_name():
-    """`impl`: auto is reference here, bit for bit, and an unknown one is named."""
+def test_the_door_takes_blocks_off_tpu_and_refuses_what_is_not():
+    """`impl`: auto is blocks here, bit for bit, and an unknown one is named."""
     r = np.random.default_rng(5)
     codes = r.integers(0, 256, (2, 128, 256), np.uint8)
     scale_bytes = r.integers(120, 130, (2, 128, 16), np.uint8)
     packed, scales = from_released(jnp.asarray(codes), jnp.asarray(scale_bytes))
     x = jnp.asarray(r.standard_normal((5, 512)), jnp.bfloat16)
     args = (x, packed, scales, jnp.asarray([2, 3], jnp.int32))
-    auto, definition = (experts.grouped_matmul_mxfp4(*args, impl=i) for i in ("auto", "reference"))
-    np.testing.assert_array_equal(auto, definition)
+    auto, blocks = (experts.grouped_matmul_mxfp4(*args, impl=i) for i in ("auto", "blocks"))
+    np.testing.assert_array_equal(auto, blocks)
+    mxfp8 = (experts.to_mxfp8(x), *args[1:])
+    with pytest.raises(ValueError, match="impl='blocks' takes bfloat16 rows, not mxfp8"):
+        experts.grouped_matmul_mxfp4(*mxfp8, activations="mxfp8", impl="blocks")
     with pytest.raises(ValueError, match="impl='fast' is not one of"):
         experts.grouped_matmul_mxfp4(*args, impl="fast")

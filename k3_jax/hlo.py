@@ -287,7 +287,8 @@ def _read(bodies, body, source):
             continue
         is_first = line.operands[0] == source.name
         if line.opcode == "dynamic-slice" and is_first:
-            total += type_bytes(line.type)
+            # The slice may go to VMEM; what it is cut from is in HBM.
+            total += _bytes(line.type)
         elif line.opcode in ("bitcast", "copy") or "output_to_operand_aliasing" in line.text:
             # The same bytes under another type: TPU7x changes the tiles of a stack so.
             total += _read(bodies, body, line)

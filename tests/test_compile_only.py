@@ -87,6 +87,12 @@ def test_a_fusion_reads_of_a_stack_what_it_slices_and_writes_what_it_changes():
   %cut = bf16[1,1024,128]{2,1,0} dynamic-slice(%p0, %p1)
   ROOT %flat = bf16[1024,128]{1,0} bitcast(%cut)
 }
+%fetch (f0: bf16[54,1024,128], f1: s32[]) -> bf16[1024,128] {
+  %f0 = bf16[54,1024,128]{2,1,0} parameter(0)
+  %f1 = s32[] parameter(1)
+  %piece = bf16[1,1024,128]{2,1,0:T(8,128)(2,1)S(1)} dynamic-slice(%f0, %f1)
+  ROOT %there = bf16[1024,128]{1,0:T(8,128)(2,1)S(1)} bitcast(%piece)
+}
 %dot (q0: bf16[54,1024,128], q1: s32[], q2: bf16[1024,1024]) -> bf16[1024,128] {
   %q0 = bf16[54,1024,128]{2,1,0} parameter(0)
   %q1 = s32[] parameter(1)
@@ -106,6 +112,7 @@ ENTRY %main (a: bf16[54,1024,128], i: s32[], x: bf16[1024,1024]) -> bf16[54,1024
   %i = s32[] parameter(1)
   %x = bf16[1024,1024]{1,0} parameter(2)
   %y = bf16[1024,128]{1,0} fusion(%a, %i, %x), kind=kOutput, calls=%dot
+  %near = bf16[1024,128]{1,0:T(8,128)(2,1)S(1)} fusion(%a, %i), kind=kLoop, calls=%fetch
   %at = s32[54]{0} iota()
   %new = bf16[54,128]{1,0} broadcast(%i)
   ROOT %z = bf16[54,1024,128]{2,1,0} fusion(%a, %at, %new), kind=kCustom, calls=%put
@@ -113,7 +120,7 @@ ENTRY %main (a: bf16[54,1024,128], i: s32[], x: bf16[1024,1024]) -> bf16[54,1024
 """
     moved = {op.name: op.bytes for op in hlo.operations(text)}
     layer = 1024 * 128 * 2
-    assert moved == {"y": layer + 1024 * 1024 * 2 + layer + 4}, (
+    assert moved == {"y": layer + 1024 * 1024 * 2 + layer + 4, "near": layer + 4}, (
         "the scatter is too small to be told"
     )
 

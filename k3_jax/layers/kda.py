@@ -11,7 +11,7 @@ from k3_jax.config import ModelConfig
 from k3_jax.layers.norm import gated_rms_norm
 from k3_jax.state import KdaCache, Rows, fresh_kda
 from pallas_kernels.conv import short_conv, short_conv_sharded
-from pallas_kernels.kda import gated_kda, gated_kda_sharded
+from pallas_kernels.kda import decodes_in_place, gated_kda, gated_kda_sharded, kda_decode
 from sharding import on_shards, present
 
 F32 = jnp.float32
@@ -58,6 +58,9 @@ class Kda(nnx.Module):
 
     def __call__(self, x_BTD, rows: Rows, cache: KdaCache | None):
         """x_BTD -> y_BTD and the cache after the rows' last real tokens; its arrays are Held."""
+        n = self.config.kda.head_dim
+        if cache is not None and decodes_in_place(x_BTD.shape[1], n, n):
+            return self._in_place(x_BTD, rows, cache)
         if cache is None:
             state = fresh_kda(self.config, x_BTD.shape[0])
         else:
@@ -105,6 +108,43 @@ class Kda(nnx.Module):
         )
         y = gated_rms_norm(o.reshape(gate.shape), gate, norm, self.config.norm_eps)
         return y, state, q_past, k_past, v_past
+
+    def _in_place(self, x_BTD, rows, cache):
+        """A few tokens of each row in one kernel, which changes this layer's part of the stacks
+        where it lies. Heads have an axis of their own here, as the kernel takes them: of a product
+        with few rows XLA writes it so by itself."""
+        a_BTR = einsum("BTD,DR->BTR", x_BTD, self.decay_a_DR)
+        run = on_shards(
+            self._decode,
+            "BTHk,BTHk,BTHv,BTHk,BTH,BTHv,WHk,WHk,WHv,H,Hk,v,ZBHkv,ZBWHk,ZBWHk,ZBWHv,,BT"
+            " -> BTHv,ZBHkv,ZBWHk,ZBWHk,ZBWHv",
+        )
+        y_BTHv, *stacks = run(
+            *(einsum("BTD,DHk->BTHk", x_BTD, w) for w in (self.q_DHk, self.k_DHk)),
+            einsum("BTD,DHv->BTHv", x_BTD, self.v_DHv),
+            einsum("BTR,RHk->BTHk", a_BTR, self.decay_b_RHk),
+            einsum("BTD,DH->BTH", x_BTD, self.beta_DH),
+            einsum("BTD,DHv->BTHv", x_BTD, self.gate_DHv),
+            *(read(w) for w in (self.q_conv_WHk, self.k_conv_WHk, self.v_conv_WHv)),
+            *(read(w) for w in (self.a_log_H, self.decay_bias_Hk, self.out_norm_v)),
+            *(x.stack for x in (cache.state_BHkv, cache.q_BWHk, cache.k_BWHk, cache.v_BWHv)),
+            cache.state_BHkv.index,
+            rows.segments_BT,
+        )
+        cache = jax.tree.map(lambda x, old: Held(x, old.index), KdaCache(*stacks), cache)
+        return einsum("BTHv,HvD->BTD", y_BTHv, self.out_HvD), cache
+
+    def _decode(self, *operands):
+        *operands, index, segments_BT = operands
+        n_real_B = jnp.sum(segments_BT != 0, axis=1, dtype=jnp.int32)
+        return kda_decode(
+            *operands,
+            n_real_B > 0,
+            n_real_B,
+            index,
+            lower_bound=self.config.kda.gate_lower_bound,
+            eps=self.config.norm_eps,
+        )
 
 
 def heads_out(x_BTD, w_DHk):

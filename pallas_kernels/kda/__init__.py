@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
 from pallas_kernels.kda.chunked import kda_chunked
-from pallas_kernels.kda.decode import kda_decode
+from pallas_kernels.kda.decode import MOST_TOKENS, kda_decode
 from pallas_kernels.kda.gate import l2_norm, log_decay
 from pallas_kernels.kda.mosaic import LANES, Raw, kda_mosaic
 from pallas_kernels.kda.reference import kda_reference
@@ -16,7 +16,7 @@ IMPLS = (*PLAIN, "pallas")
 # The chunk forms split decays so that the exponents of 16 or 32 tokens stay in float32's range.
 LOWEST_BOUND = -5.0
 
-__all__ = ["gated_kda", "gated_kda_sharded", "kda", "kda_decode"]
+__all__ = ["decodes_in_place", "gated_kda", "gated_kda_sharded", "kda", "kda_decode"]
 
 
 def kda(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT, *, impl="auto"):
@@ -82,12 +82,22 @@ def gated_kda(
     return o_BTHv.astype(v_BTHv.dtype), state_BHkv
 
 
+def decodes_in_place(n_tokens: int, K: int, V: int) -> bool:
+    """Whether so many tokens a row, behind a cache, are for `kda_decode`: up to 8 on a TPU, where K
+    and V are multiples of 128 (else the log says so)."""
+    if n_tokens > MOST_TOKENS:
+        return False
+    return automatic("KDA decode", "in parts", obstacle=_obstacle(K, V)) == "pallas"
+
+
+def _obstacle(K, V):
+    return f"K={K}, V={V} are no multiples of {LANES}" if K % LANES or V % LANES else ""
+
+
 def _choose(impl, q_BTHk, v_BTHv):
     if impl == "auto":
         (_, T, _, K), V = q_BTHk.shape, v_BTHv.shape[-1]
-        fits = not (K % LANES or V % LANES)
-        obstacle = "" if fits else f"K={K}, V={V} are no multiples of {LANES}"
-        return "reference" if T == 1 else automatic("KDA", "chunked", obstacle=obstacle)
+        return "reference" if T == 1 else automatic("KDA", "chunked", obstacle=_obstacle(K, V))
     if impl not in IMPLS:
         raise ValueError(f"kda: impl={impl!r} is unknown; allowed are 'auto', {sorted(IMPLS)}")
     return impl

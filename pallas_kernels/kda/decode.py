@@ -138,7 +138,8 @@ def vmem_bytes(sizes: Sizes, heads: int) -> int:
 def heads_per_step(sizes: Sizes, vmem: int, cores: int) -> int:
     """The most heads, dividing H, for which a step fits in half the VMEM.
 
-    Cores share the blocks of heads, so their number goes into that of the blocks where it can.
+    Cores share the blocks of heads, so their number goes into that of the blocks where it can; of
+    three heads one core takes all.
     More and smaller steps would overlap better for one or two rows, yet each costs more by itself.
     """
     most = LANES // (2 * PARTS)  # parts of two columns a head must fit on the lanes
@@ -294,11 +295,25 @@ def _call(sizes, layer, plan, operands, kept, constants, interpret):
             vmem_limit_bytes=vmem * 3 // 4,
             disable_bounds_checks=True,
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=7 * B * t * H * k * v,
+            transcendentals=B * t * H * (5 * k + 2 * v),
+            bytes_accessed=_bytes_accessed(inputs[:-4], inputs[-4:], outputs[0]),
+        ),
         name=f"kda_decode_{t}",
         interpret=interpret,
     )(layer, plan, *inputs)
     pasts_after = (x.transpose(0, 3, 1, 2, 4) for x in pasts_after)
     return y.transpose(2, 0, 1, 3), state_after, *pasts_after
+
+
+def _bytes_accessed(inputs, kept, y):
+    """Where every row is active and keeps tokens: one layer's states and pasts go both ways."""
+
+    def total(arrays):
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    return total((*inputs, y)) + 2 * total(kept) // kept[0].shape[0]
 
 
 def _like(x, state):

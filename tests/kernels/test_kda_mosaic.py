@@ -23,6 +23,10 @@ from pallas_kernels.kda.mosaic import Plan, Raw, kda_mosaic, plan_for, vmem_byte
 ROUNDING = 1e-2
 WEAK = {"beta": 5e-2, "a_log": 5e-2}
 ONE = (Plan(1, 1, 1, 1),) * 2
+# Copies every block as a TPU would; scratch and outputs begin as NaN, a race raises. Takes half a
+# minute to compile, so that what is not slow shares one shape: 256 tokens in bfloat16.
+CAREFUL = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 130)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -35,9 +39,8 @@ def gated(q, k, v, logit, beta, a_log, bias, state, segments, *, plans=ONE, inte
     return kda_mosaic(*tokens, gates, state, docs, real, raw=raw, plans=plans, interpret=interpret)
 
 
-@jax.jit
-def interpreted(x, grads, segments):
-    return pulled(gated, x, grads, segments)
+interpreted = jax.jit(partial(pulled, gated))
+careful = jax.jit(partial(pulled, partial(gated, interpret=CAREFUL)))
 
 
 def compare(x, segments, tolerance=ROUNDING, run=interpreted, **tolerances):
@@ -58,6 +61,7 @@ def compare(x, segments, tolerance=ROUNDING, run=interpreted, **tolerances):
     return got
 
 
+both = pytest.mark.parametrize("run", [interpreted, careful], ids=["quick", "careful"])
 TOKENS = ("q", "k", "v", "logit", "beta")
 
 
@@ -69,36 +73,49 @@ def poisoned(x, real):
     return jnp.where(widened(real, x), x, jnp.nan)
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 130, 256])
-def test_any_length_with_nan_after_the_last_token(T):
+@both
+@pytest.mark.parametrize("T", [*LENGTHS, 256])
+def test_any_length_with_nan_after_the_last_token(T, run):
     """T03, T06, T30: o, the state and every gradient; what stands after T reaches nothing."""
-    compare(projected(256, seed=T), [1] * T + [0] * (256 - T))
+    compare(projected(256, seed=T), [1] * T + [0] * (256 - T), run=run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("T", LENGTHS)
+def test_any_length_of_float32(T):
+    """The same for 32-bit inputs, in the careful interpreter."""
+    x = projected(256, seed=T, dtype=jnp.float32)
+    compare(x, [1] * T + [0] * (256 - T), run=careful)
+
+
+@both
 @pytest.mark.parametrize("decay", [-12.0, 0.0, 5.0])
-def test_gates_from_nearly_keeping_to_the_bound(decay):
+def test_gates_from_nearly_keeping_to_the_bound(decay, run):
     """T02: log decays of about -3e-5, -2.5 and -4.97."""
-    compare(projected(256, decay=decay), [1] * 256)
+    compare(projected(256, decay=decay), [1] * 256, run=run)
 
 
-def test_a_gate_at_the_bound_has_no_gradient_left():
+@both
+def test_a_gate_at_the_bound_has_no_gradient_left(run):
     """T02: log decays of exactly -5; the gate's gradients, e^-40 in truth, are rounding (1e-7)."""
     gates = dict.fromkeys(("logit", "a_log", "bias"), np.inf)
-    got = compare(projected(256, decay=40.0), [1] * 256, **gates)
+    got = compare(projected(256, decay=40.0), [1] * 256, run=run, **gates)
     for name in gates:
         assert np.max(np.abs(np.asarray(got[name], np.float32))) < 1e-4, name
 
 
-def test_documents_begin_and_end_anywhere():
+@both
+def test_documents_begin_and_end_anywhere(run):
     """T07: documents of length 1, of a chunk and across one, with pads between; no leak."""
     lengths = [1, 1, 30, 1, 95, 64, 3, 20, 41]
     segments = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     segments[140:150] = 0
-    compare(projected(256), segments)
+    compare(projected(256), segments, run=run)
 
 
+@both
 @pytest.mark.parametrize("alike", ["repeated", "similar"])
-def test_keys_that_are_alike(alike):
+def test_keys_that_are_alike(alike, run):
     """T01: one key again and again (or nearly), beta near 1 and no decay: the inverse stays small.
 
     Outputs come from differences of nearly equal values, so a rounding of 2^-9 weighs more: up to
@@ -108,12 +125,18 @@ def test_keys_that_are_alike(alike):
     noise = 0 if alike == "repeated" else 0.05
     x["k"] = (x["k"][:, :1] + noise * x["k"]).astype(x["k"].dtype)
     x["beta"] = x["beta"] + 6
-    compare(x, [1] * 256, tolerance=0.08, beta=0.25)
+    compare(x, [1] * 256, tolerance=0.08, run=run, beta=0.25)
 
 
 def test_float32_inputs_and_a_ragged_length():
     """T = 1000 ends inside the eighth step; float32 operands are rounded in the products."""
     compare(projected(1000, dtype=jnp.float32), [1] * 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_ragged_length_in_the_careful_interpreter(dtype):
+    compare(projected(1000, dtype=dtype), [1] * 1000, run=careful)
 
 
 def test_heads_and_chunks_side_by_side_are_each_alone():
@@ -125,13 +148,6 @@ def test_heads_and_chunks_side_by_side_are_each_alone():
     x, segments = projected(300, B=2, H=4), np.repeat([[1, 2], [3, 3]], 150, axis=1)
     run = jax.jit(partial(pulled, partial(gated, plans=plans)))
     compare(x, segments, run=run)
-
-
-def test_no_race_and_nothing_read_that_was_not_written():
-    """The careful interpreter: scratch and outputs begin as NaN, a race raises."""
-    careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    run = jax.jit(partial(pulled, partial(gated, interpret=careful)))
-    compare(projected(130), [1] * 60 + [2] * 70, run=run)
 
 
 def test_log_decays_and_normalised_keys_as_input():

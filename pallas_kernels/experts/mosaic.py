@@ -49,14 +49,21 @@ def limits_of(chip):
     return Limits(2 * chip.mxu_column_size, chip.vmem_capacity_bytes * 3 // 4)
 
 
+def whole_tiles(n):
+    """Lanes that n numbers take, such as the few of an adapter's rank."""
+    return -(-n // LANES) * LANES
+
+
 def times_bytes(rows, K, columns, itemsize, out_bytes):
     """VMEM of a visit of x w: twice what the pipeline moves; the product and its masked self."""
+    K, columns = whole_tiles(K), whole_tiles(columns)
     moved = (rows * K + K * columns) * itemsize + rows * columns * out_bytes
     return 2 * moved + 2 * rows * columns * 4
 
 
 def outer_bytes(rows, inputs, columns, itemsize):
     """VMEM of a visit of x^T dy: the sum, the product being added, and x turned and masked."""
+    inputs, columns = whole_tiles(inputs), whole_tiles(columns)
     moved = rows * (inputs + columns) * itemsize + inputs * columns * itemsize
     return 2 * moved + 2 * inputs * columns * 4 + rows * (2 * inputs + columns) * itemsize
 

@@ -228,6 +228,13 @@ def test_small_groups_have_smaller_blocks_and_few_rows_one_of_their_own():
     assert chosen == [256, 256, 64]
 
 
+def test_the_few_columns_of_an_adapter_take_whole_tiles_of_vmem():
+    """Counted as 16 numbers a row, blocks of the released size overrun it (libtpu 0.0.52, v6e)."""
+    for rank in (1, 16, 128):
+        assert mosaic.times_bytes(256, 3584, rank, 2, 2) == mosaic.times_bytes(256, 3584, 128, 2, 2)
+        assert mosaic.outer_bytes(256, rank, 3072, 2) == mosaic.outer_bytes(256, 128, 3072, 2)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_visits_to_experts_without_rows_are_added_where_asked_for(seed):
     """All experts in order, each in consecutive visits; those with rows as without the option."""

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-import k3_jax.layers.moe
+import k3_jax.layers.experts
 from benchmarks.tpucost import CHIPS, NoFigure, answer, ask, row, tpu_cost
 from k3_jax.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from k3_jax.hlo import operations
@@ -90,7 +90,7 @@ def prefill(labels):
 
 def cost(chip, case, direction):
     """In a process of its own."""
-    k3_jax.layers.moe.grouped_matmul = no_product
+    k3_jax.layers.experts.grouped_matmul = no_product
     name, *options = case.split()
     c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
     if c.module is None:

@@ -3,8 +3,9 @@
     python -m k3_jax.checkpoint.convert hf-to-orbax RELEASED CONVERTED
     python train.py --config configs/k3_lora.py --workdir DIR --config.lora.base=CONVERTED
 
-The report does not tell of adapters: rank, alpha, learning rate and batch are placeholders to be
-set. The mesh is that of 64 chips with two devices each.
+Routed experts have none unless `lora.targets` names "experts" beside "attn" and "ffn". The report
+does not tell of adapters: rank, alpha, learning rate and batch are placeholders to be set. The mesh
+is that of 64 chips with two devices each.
 """
 
 from ml_collections import ConfigDict

@@ -93,10 +93,11 @@ class Adapted:
     """A frozen weight W and what is learned beside it: W + scale A B, for whoever reads it.
 
     W has its inputs' letters before its outputs'. A has the inputs' and K, B has K and the
-    outputs'; both may rest in another dtype than W.
+    outputs'; both may rest in another dtype than W. Routed experts, which may be packed, have a
+    pair each (`layers.experts`).
     """
 
-    weight: jax.Array
+    weight: jax.Array | nnx.Module
     a: jax.Array
     b: jax.Array
     scale: float = dataclasses.field(metadata=dict(static=True))

@@ -20,7 +20,6 @@ from k3_jax.lora.adapters import whole
 from k3_jax.model import Layer, layer_places
 from k3_jax.train_step import loss_sums, minimised
 from k3_jax.tree import named_leaves
-from pallas_kernels.experts import grouped_matmul, grouped_matmul_mxfp4
 from pallas_kernels.kda.gate import log_decay
 from sharding import act_spec, on_shards
 
@@ -180,13 +179,8 @@ class RoutedGates(Moe):
         sums_BTL, _ = moe.through(self._experts, x_BTD, *tokens)
         return jax.reshard(sums_BTL, act_spec("BT."))[..., :1].astype(F32) / moe.config.moe.n_active
 
-    def _apply(self, x_nL, share_n, sizes_E, *weights):
-        if self.config.moe.packed:
-            layer, *stacks = weights
-            gate = (x_ZELF.reshape(-1, *x_ZELF.shape[2:]) for x_ZELF in stacks[:2])
-            gate_nF = grouped_matmul_mxfp4(x_nL, *gate, sizes_E, first=layer * len(sizes_E))
-        else:
-            gate_nF = grouped_matmul(x_nL, weights[0], sizes_E)
+    def _apply(self, x_nL, share_n, sizes_E, gate, *_):
+        gate_nF = gate.times(x_nL, sizes_E)
         is_far_nF = jnp.abs(gate_nF) > SATURATED * self.config.situ_beta
         share_n1 = jnp.mean(is_far_nF, axis=1, dtype=F32, keepdims=True)
         return jnp.broadcast_to(share_n1, x_nL.shape).astype(x_nL.dtype)

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from k3_jax.axes import Held, is_held
-from k3_jax.layers.moe import CAME_BACK, Packed
+from k3_jax.layers.experts import Packed
+from k3_jax.layers.moe import CAME_BACK
 from pallas_kernels.common import automatic
 
 

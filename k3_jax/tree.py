@@ -3,9 +3,11 @@
 import jax
 
 
-def named_leaves(tree) -> dict:
-    """{"blocks/0/parts/0/runs/1/attn/q_DHk": leaf, ...} in the tree's own order."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def named_leaves(tree, is_leaf=None) -> dict:
+    """{"blocks/0/parts/0/runs/1/attn/q_DHk": leaf, ...} in the tree's own order. is_leaf: as
+    `jax.tree.leaves` has it."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+    return {path_name(path): leaf for path, leaf in paths}
 
 
 def path_name(path) -> str:
@@ -17,9 +19,9 @@ def path_name(path) -> str:
     return "/".join(p for p in parts if p != "value")
 
 
-def with_leaves(tree, leaves: dict):
+def with_leaves(tree, leaves: dict, is_leaf=None):
     """`tree` with each leaf replaced by the one of its name; KeyError when one is missing."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     return jax.tree.unflatten(structure, [leaves[path_name(path)] for path, _ in paths])
 
 

@@ -26,6 +26,7 @@ from k3_jax.config import TrainConfig, to_dict
 from k3_jax.lora import adapters
 from k3_jax.lora.__main__ import main as lora
 from k3_jax.lora.frozen import open_base
+from k3_jax.quant import mxfp4
 from k3_jax.train_step import gradients, loss_sums
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from sharding import make_mesh
@@ -40,14 +41,15 @@ def quick_compiler(quick_compiler):
 
 
 def configured(base="", is_packed=False, glob="", **changes) -> TrainConfig:
-    """tests/train_config.py with adapters of rank 4; changes: {"lora__rank": 3}."""
+    """tests/train_config.py with adapters of rank 4 for all that may have them; changes:
+    {"lora__rank": 3}."""
     values = train_config.get_config()
     dtype = "bfloat16" if is_packed else "float32"
     values.model.update(dtype=dtype, param_dtype=dtype)
     values.model.moe.update(latent_width=64, expert_width=64, balance="none", packed=is_packed)
     values.data.sources.text.glob = glob
     values.optim.update(name="adamw", learning_rate=0.02, weight_decay=0.0, qk_clip=0.0)
-    values.lora.base = str(base)
+    values.lora.update(base=str(base), targets=("attn", "ffn", "experts"))
     values.update(steps=STEPS, save_every=2, eval_every=2)
     return changed(values.to_dict(), changes)
 
@@ -75,7 +77,7 @@ def stirred(config):
     made = flatten(adapters.fresh(config))
     rng = np.random.default_rng(0)
     for name, x in made.items():
-        value = rng.normal(size=x.shape) * (0.1 if "/b_" in name else x.shape[2] ** -0.5)
+        value = rng.normal(size=x.shape) * (0.1 if "/b_" in name else x.shape[-2] ** -0.5)
         made[name] = jax.device_put(value.astype(np.float32), x.sharding)
     return nest(made)
 
@@ -102,7 +104,9 @@ def merged_by_hand(base, trained, c):
     leaves, flat = named_leaves(base), flatten(trained)
     for path in {name.rsplit("/", 1)[0] for name in flat}:
         a, b = (flat[name] for name in adapters.pair(path))
-        outer = jax.vmap(jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest")))
+        outer = functools.partial(jnp.tensordot, axes=1, precision="highest")
+        for _ in range(2 + path.endswith(EXPERTS)):  # groups, layers and experts
+            outer = jax.vmap(outer)
         leaves[path] = leaves[path] + c.alpha / c.rank * outer(a, b)
     return with_leaves(base, leaves)
 
@@ -169,8 +173,24 @@ def test_gradients_pass_packed_experts_as_they_pass_widened_ones(bases):
     packed, widened = map(flatten, found)
     assert relative(packed, widened) < 0.03
     for name in packed:
-        if "ffn/down_DL" in name:  # what it gives goes to routed experts alone
+        if "ffn/down_DL" in name or "_E" in name:  # of routed experts, or for them alone
             assert relative(packed[name], widened[name]) < 0.1
+
+
+def test_routed_experts_have_adapters_where_they_are_named(one_device):
+    """Each its own, A of the size that its inputs ask for."""
+
+    def paths(*targets, is_packed=False):
+        return adapters.chosen(configured("x", is_packed, lora__targets=targets)).keys()
+
+    assert len(paths("attn", "ffn")) > 20 and not any(p.endswith(EXPERTS) for p in paths("ffn"))
+    found = paths("experts")
+    assert found == paths(*(f"ffn/{name}" for name in EXPERTS), is_packed=True) and len(found) == 3
+    made = flatten(adapters.fresh(configured("x", lora__targets=("experts",))))
+    assert sorted(x.shape[2:] for x in made.values()) == 3 * [(8, 4, 64)] + 3 * [(8, 64, 4)]
+    for path in found:
+        a, b = (np.asarray(made[name]) for name in adapters.pair(path))
+        assert not b.any() and np.allclose(np.std(a, axis=(0, 1, 3, 4)), 64**-0.5, rtol=0.25)
 
 
 def saved(workdir, step=STEPS):
@@ -194,15 +214,26 @@ def run(bases, documents, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stored(bases, tmp_path_factory):
-    """Adapters that change much, as a run of each base would save them."""
+    """Adapters that change much, as a run of each base would save them; of packed experts none."""
     made = {}
     for is_packed, base in bases.items():
-        config, made[is_packed] = configured(base, is_packed), tmp_path_factory.mktemp("stored")
-        with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
-            with Store(made[is_packed] / "checkpoints") as store:
-                meta = {"config": to_dict(config), **open_base(config).meta}
-                store.save(1, {"model": stirred(config)}, {}, meta)
+        config, made[is_packed] = to_be_merged(base, is_packed), tmp_path_factory.mktemp("stored")
+        save_stirred(config, made[is_packed])
     return made
+
+
+def to_be_merged(base, is_packed):
+    return configured(base, is_packed, lora__targets=("attn", "ffn", "experts")[: 3 - is_packed])
+
+
+def save_stirred(config, folder):
+    """Returns the adapters."""
+    with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
+        with Store(folder / "checkpoints") as store:
+            meta = {"config": to_dict(config), **open_base(config).meta}
+            trained = stirred(config)
+            store.save(1, {"model": trained}, {}, meta)
+    return flatten(jax.device_get(trained))
 
 
 def test_a_run_trains_and_saves_adapters_alone(bases, run):
@@ -237,7 +268,7 @@ def test_a_merged_checkpoint_answers_as_base_and_adapters(
     base, dtype = bases[is_packed], "bfloat16" if is_packed else "float32"
     to = tmp_path / "merged"
     assert lora(["merge", f"--base={base}", f"--adapters={stored[is_packed]}", f"--to={to}"]) == 0
-    config = configured(base, is_packed)
+    config = to_be_merged(base, is_packed)
     frozen, trained = open_base(config).load(), stirred(config)
     merged = open_checkpoint(str(to), dtype, is_packed)
     assert merged.tokenizer == "bytes"  # the adapters' where the base, converted, names none
@@ -277,6 +308,40 @@ def test_a_merged_checkpoint_is_exported_with_its_experts_as_they_were(bases, st
     assert lora(["merge", *paths]) == 2  # the target is whole
 
 
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+def test_packed_experts_with_adapters_are_packed_again_as_asked(
+    bases, stored, tmp_path, capsys, rule
+):
+    """The bytes of: widened, added to, packed. All that has no adapter keeps its own."""
+    targets = ("ffn/gate_ELF", "ffn/expert_down_EFL", "ffn/up_LD")
+    config = configured(bases[True], True, lora__targets=targets)
+    trained, to = save_stirred(config, tmp_path / "run"), tmp_path / "merged"
+    command = ["merge", f"--base={bases[True]}", f"--adapters={tmp_path / 'run'}", f"--to={to}"]
+    assert lora(command) == 2 and not to.exists()
+    told = capsys.readouterr().err
+    assert "is packed and has adapters" in told and "--rule ceil" in told
+    assert lora([*command, f"--rule={rule}"]) == 0
+    old, new = (StoredArrays(epath.Path(path) / "0" / "state") for path in (bases[True], to))
+    n_changed = 0
+    for name in old.info("model"):
+        path, _, part = name.rpartition("/")
+        before, after = (x.start(f"model/{name}", ())() for x in (old, new))
+        if part == "packed" and path.endswith(targets):
+            a, b = (trained[n] for n in adapters.pair(path))
+            scales = [x.start(f"model/{path}/scales", ())() for x in (old, new)]
+            more = config.lora.alpha / config.lora.rank * np.swapaxes(a @ b, -1, -2)
+            want = mxfp4.pack(mxfp4.unpack(before, scales[0]) + more, rule)
+            assert np.array_equal(after, want[0]) and np.array_equal(scales[1], want[1])
+            assert np.mean(after != before) > 0.5
+            n_changed += 1
+        elif not path.endswith(targets) and not name.endswith(targets):
+            assert np.array_equal(before, after), name
+    assert n_changed == 2
+    command[2] = f"--adapters={stored[True]}"
+    assert lora([*command[:3], f"--to={tmp_path / 'x'}", f"--rule={rule}"]) == 2
+    assert "no packed experts have adapters" in capsys.readouterr().err
+
+
 def test_adapters_of_another_base_are_refused(bases, stored, documents, tmp_path, capsys):
     """By a run that would go on with them, and by the merge, which writes nothing."""
     other = tmp_path / "other"
@@ -298,8 +363,10 @@ def test_adapters_of_another_base_are_refused(bases, stored, documents, tmp_path
 
 REFUSALS = {
     "a misspelled target": (dict(lora__targets=("atn/q_DHk",)), ["atn/q_DHk", '"attn/q_DHk"']),
-    "routed experts": (dict(lora__targets=("ffn/gate_ELF",)), ["routed experts", "stay as they"]),
-    "the router": (dict(lora__targets=("ffn/router_DE",)), ["ffn/router_DE", "no projection"]),
+    "the router": (
+        dict(lora__targets=("ffn/router_DE",)),
+        ["ffn/router_DE", "no projection", "experts, ffn,", "ffn/gate_ELF"],
+    ),
     "no target": (dict(lora__targets=()), ["lora.targets", "at least one"]),
     "no rank": (dict(lora__rank=0), ["lora.rank=0", "at least 1"]),
     "no alpha": (dict(lora__alpha=0.0), ["lora.alpha=0.0", "above 0"]),

@@ -12,6 +12,8 @@ class LoraConfig:
     `base` is the checkpoint that the weights come from, as `serve.py` opens it; empty for ordinary
     training, in which all weights are trained. `targets` are projections, such as "attn/q_DHk" or
     "ffn/up_LD", or folders of them, such as "attn" and "ffn/shared" (`k3_jax.lora.adapters`).
+    Routed experts are in no folder but "experts", which is "ffn/gate_ELF", "ffn/expert_up_ELF" and
+    "ffn/expert_down_EFL": each expert gets pairs of its own.
     """
 
     base: str = ""

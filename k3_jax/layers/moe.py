@@ -8,22 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from k3_jax.axes import einsum, is_held, normal, ones, read, weight, zeros
+from k3_jax.axes import einsum, normal, ones, read, weight, zeros
 from k3_jax.balancing import Tally, tally
 from k3_jax.config import ModelConfig, MoeConfig
+from k3_jax.layers.experts import LETTERS, Matrix, Packed, glu
 from k3_jax.layers.mlp import Mlp
 from k3_jax.layers.norm import rms_norm
-from k3_jax.quant.training import as_mxfp4, as_mxfp8, with_whole_groups
+from k3_jax.quant.training import as_mxfp8
 from k3_jax.state import Rows
-from pallas_kernels.experts import (
-    grouped_glu_mxfp4,
-    grouped_matmul,
-    grouped_matmul_mxfp4,
-)
-from pallas_kernels.situ import situ_glu
 from pallas_kernels.top_k import top_k
 from sharding import ROUTED, TOKENS, act_spec, on_shards, present
-from sharding.balance import plan, prefetch
+from sharding.balance import plan
 from sharding.exchange import exchange, gather_counts, routes, window
 from sharding.rules import vary
 
@@ -47,29 +42,6 @@ class Routing:
     n_dropped_P: jax.Array
     tally: Tally | None
     required_BTE: jax.Array | None
-
-
-class Packed(nnx.Module):
-    """MXFP4 weights of experts in the order of their kernel (`pallas_kernels.experts`).
-
-    Zeros: they are loaded, not trained from a start.
-    """
-
-    def __init__(self, rngs: nnx.Rngs, letters: str, dims: dict):
-        _, inputs, _ = letters
-        for name, per in (("packed", 2), ("scales", 32)):
-            sizes = dims | {inputs: dims[inputs] // per}
-            setattr(self, name, weight(rngs, letters, sizes, jnp.uint8, zeros))
-
-    def stacks(self) -> tuple[list[jax.Array], jax.Array]:
-        """[Z, E, L, F] of codes and scales, and which of the Z layers these experts are of.
-
-        One layer, where they have to be gathered first.
-        """
-        codes, scales = jax.tree.leaves(self, is_leaf=is_held)
-        if is_held(codes) and not any(jax.typeof(codes.stack).sharding.spec[2:]):
-            return [codes.stack, scales.stack], codes.index
-        return [(x.taken() if is_held(x) else x)[None] for x in (codes, scales)], jnp.int32(0)
 
 
 class Moe(nnx.Module):
@@ -124,21 +96,16 @@ class Moe(nnx.Module):
         """`experts`, which is `_experts` or one like it, of the latents of x_BTD and of `tokens`:
         (scores_BTE, chosen_BTA, segments_BT)."""
         tokens = einsum("BTD,DL->BTL", x_BTD, self.down_DL), *tokens
-        weights, letters = self._weights(x_BTD.dtype)
-        run = on_shards(experts, f"BTL,BT.,BTA,BT{letters} -> BTL,P", ROUTED)
-        return run(*(jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens), *weights)
-
-    def _weights(self, dtype):
-        """The experts' matrices for `_glu`, and their part of a signature for `on_shards`."""
+        tokens = [jax.reshard(x, act_spec("BT", ROUTED)) for x in tokens]
         matrices = self.gate_ELF, self.expert_up_ELF, self.expert_down_EFL
-        if not self.config.moe.packed:
-            weights = jax.tree.leaves(matrices)
-            if self.config.moe.rounded:
-                # From float32, and before parts are gathered: the cast after it is exact.
-                weights = [as_mxfp4(with_whole_groups(w)) for w in weights]
-            return [w.astype(dtype) for w in weights], 3 * ",*ELF"
-        found = [m.stacks() for m in matrices]
-        return [found[0][1], *sum((arrays for arrays, _ in found), [])], "," + 6 * ",*ZELF"
+        matrices = [Matrix.of(w, x_BTD.dtype, self.config.moe.rounded) for w in matrices]
+        weights, structure = jax.tree.flatten(matrices)
+
+        def local(*arrays):
+            return experts(*arrays[: len(tokens)], structure.unflatten(arrays[len(tokens) :]))
+
+        letters = ",".join(["BTL", "BT.", "BTA", "BT", *(LETTERS[w.ndim] for w in weights)])
+        return on_shards(local, f"{letters} -> BTL,P", ROUTED)(*tokens, *weights)
 
     def _choose(self, scores_BTE, bias_E, counted_BT):
         """Each token's experts, and what `balancing.tally` counts of them where it is asked to."""
@@ -156,7 +123,7 @@ class Moe(nnx.Module):
         counts = tally(m, scores_BTE, bias_E, chosen_BTA, counted_BT)
         return chosen_BTA[..., : m.n_active], counts
 
-    def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, *weights):
+    def _experts(self, latent_BTL, scores_BTE, chosen_BTA, segments_BT, matrices):
         """The weighted sum of each token's experts, for one device's rows; and what was dropped."""
         c, E = self.config, self.config.moe.n_experts
         B, T, A = chosen_BTA.shape
@@ -172,10 +139,10 @@ class Moe(nnx.Module):
         # A token's copies have one rounding, wherever its experts are.
         x_nL = spread(self._rounded(latent_BTL.reshape(B * T, -1)), order_n, place_NA)
         share_n = permute(weights_BTA.reshape(-1), order_n, place_n)
-        y_nL, n_dropped = self._at_home(x_nL, share_n, sizes_E, weights)
+        y_nL, n_dropped = self._at_home(x_nL, share_n, sizes_E, matrices)
         return collect(y_nL, order_n, place_NA).reshape(latent_BTL.shape), n_dropped[None]
 
-    def _at_home(self, x_nL, share_n, sizes_E, weights):
+    def _at_home(self, x_nL, share_n, sizes_E, matrices):
         """Rows sorted by expert, each through its expert on the device where that lives.
 
         They come back multiplied by their share of their token: its gradient wants them as they
@@ -183,36 +150,27 @@ class Moe(nnx.Module):
         """
         axes = present(ROUTED["E"])
         if not axes:
-            return self._apply(x_nL, share_n, sizes_E, *weights), jnp.zeros((), jnp.int32)
+            return self._apply(x_nL, share_n, sizes_E, *matrices), jnp.zeros((), jnp.int32)
         n, counts_RE = len(x_nL), gather_counts(sizes_E, axes)
         if self.config.moe.exchange == "rounds":
-            return self._in_rounds(x_nL, share_n, counts_RE, weights, axes)
+            return self._in_rounds(x_nL, share_n, counts_RE, matrices, axes)
         bound = row_bound(n, len(counts_RE), self.config.moe)
         if self.config.moe.exchange == "balanced":
             there, sizes_P, copies, _ = plan(counts_RE, axes, bound)
-            weights = self._with_lent(weights, copies, axes)
+            matrices = [m.with_lent(copies, axes) for m in matrices]
             n_dropped = jnp.zeros_like(sizes_P[0])
         else:
             there, n_dropped = routes(counts_RE, bound, axes)
             sizes_P = there.got_RP.sum(0)
-        return self._there_and_back(x_nL, share_n, there, bound, sizes_P, weights, axes), n_dropped
+        back_nL = self._there_and_back(x_nL, share_n, there, bound, sizes_P, matrices, axes)
+        return back_nL, n_dropped
 
-    def _with_lent(self, weights, copies, axes):
-        """For `_glu` the home experts' weights and, behind them, those of the lent ones."""
-        if self.config.moe.packed:
-            layer, *stacks = weights
-            weights = [x_ZELF[layer] for x_ZELF in stacks]
-        weights = [jnp.concatenate([w, prefetch(w, copies, axes)]) for w in weights]
-        if self.config.moe.packed:
-            weights = [jnp.int32(0), *(x_ELF[None] for x_ELF in weights)]
-        return weights
-
-    def _there_and_back(self, x_nL, share_n, there, bound, sizes_P, weights, axes):
+    def _there_and_back(self, x_nL, share_n, there, bound, sizes_P, matrices, axes):
         x_mL, share_m = (exchange(x, there, bound, axes) for x in (x_nL, share_n))
-        y_mL = self._apply(x_mL, share_m, sizes_P, *weights)
+        y_mL = self._apply(x_mL, share_m, sizes_P, *matrices)
         return exchange(y_mL, there.back(), len(x_nL), axes)
 
-    def _in_rounds(self, x_nL, share_n, counts_RE, weights, axes):
+    def _in_rounds(self, x_nL, share_n, counts_RE, matrices, axes):
         """Nothing dropped and no buffer for the worst: as many rounds as the fullest device needs.
 
         Few rows go in one, whatever the capacity: a round reads the experts' weights again.
@@ -225,7 +183,8 @@ class Moe(nnx.Module):
         def one(i, y_nL):
             now = window(there, i * bound, bound)
             sizes_P = now.got_RP.sum(0)
-            return y_nL + self._there_and_back(x_nL, share_n, now, bound, sizes_P, weights, axes)
+            given = now, bound, sizes_P, matrices, axes
+            return y_nL + self._there_and_back(x_nL, share_n, *given)
 
         everyone = present((*TOKENS, "tensor"))
         y_nL = vary(jnp.zeros_like(x_nL), everyone)
@@ -235,26 +194,12 @@ class Moe(nnx.Module):
         n_rounds = jax.lax.pmax(vary(-(-fullest // bound), everyone), everyone)
         return jax.lax.fori_loop(0, n_rounds, one, y_nL), n_dropped
 
-    def _apply(self, x_nL, share_n, sizes_E, *weights):
-        y_nL = self._glu(x_nL, sizes_E, *weights)
-        return (y_nL.astype(F32) * share_n[:, None]).astype(y_nL.dtype)
-
-    def _glu(self, x_nL, sizes_E, *weights):
+    def _apply(self, x_nL, share_n, sizes_E, gate: Matrix, up: Matrix, down: Matrix):
         c = self.config
-        beta = dict(beta=c.situ_beta, linear_beta=c.situ_linear_beta)
-        if c.moe.packed:
-            layer, *stacks = weights
-            gate_up_down = [x_ZELF.reshape(-1, *x_ZELF.shape[2:]) for x_ZELF in stacks]
-            where = dict(first=layer * len(sizes_E))
-            hidden_nF = grouped_glu_mxfp4(
-                x_nL, gate_up_down[:2], gate_up_down[2:4], sizes_E, **beta, **where
-            )
-            hidden_nF = self._rounded(hidden_nF)
-            return grouped_matmul_mxfp4(hidden_nF, *gate_up_down[4:], sizes_E, **where)
-        gate_ELF, up_ELF, down_EFL = weights
-        gate_nF, up_nF = (grouped_matmul(x_nL, w, sizes_E) for w in (gate_ELF, up_ELF))
-        hidden_nF = self._rounded(situ_glu(gate_nF, up_nF, c.situ_beta, c.situ_linear_beta))
-        return grouped_matmul(hidden_nF, down_EFL, sizes_E)
+        betas = dict(beta=c.situ_beta, linear_beta=c.situ_linear_beta)
+        hidden_nF = self._rounded(glu(x_nL, gate, up, sizes_E, **betas))
+        y_nL = down.times(hidden_nF, sizes_E)
+        return (y_nL.astype(F32) * share_n[:, None]).astype(y_nL.dtype)
 
     def _rounded(self, x_nL):
         """Rows as the experts' products take them."""

@@ -1,12 +1,14 @@
 """Writes W + (alpha / rank) A B: a checkpoint of ours from a frozen base and its adapters.
 
 What has no adapter is copied as it is, packed experts packed. It streams: a chunk of a weight is
-read, added to in float32, rounded once to its stored dtype and written. Called again after a kill
-it goes on with the files that are missing.
+read, added to in float32, rounded once to its stored dtype and written. Packed experts that have
+adapters are widened, which is exact, and what they become is packed as a conversion would. Called
+again after a kill it goes on with the files that are missing.
 """
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,31 +26,37 @@ from k3_jax.checkpoint.zarr import Array, Shard, described, replace_text, write_
 from k3_jax.config import ModelConfig, from_dict
 from k3_jax.lora.adapters import letters, pair
 from k3_jax.lora.frozen import KEY, fingerprint, found_step
+from k3_jax.quant import mxfp4
 
 FORMAT = 1  # of what is stored: a journal of another one is not continued
 SHARD_BYTES = 512 << 20
+PACK_NUMBERS = 1 << 20  # that are packed at once, in float64
 
 
 class Job(NamedTuple):
-    """Fills one shard of `array` from the base's array `name` ("model/..." or "vision/...")."""
+    """Fills the shards `cell` of `arrays` from the base's arrays `names` ("model/..." or
+    "vision/..."): one, or the codes and the scales of packed experts that change."""
 
-    name: str
-    array: Array
+    names: tuple[str, ...]
+    arrays: tuple[Array, ...]
     cell: tuple[int, ...]
 
     @property
     def id(self) -> str:
         """Its name among all jobs."""
-        return "-".join([self.array.path, *map(str, self.cell)])
+        return "-".join([self.arrays[0].path, *map(str, self.cell)])
 
     @property
     def n_bytes(self) -> int:
-        """Of the file that it writes."""
-        return math.prod(self.array.shard) * self.array.dtype.itemsize
+        """Of the files that it writes."""
+        return sum(math.prod(a.shard) * a.dtype.itemsize for a in self.arrays)
 
 
-def merge(base: str, adapters: str, to: str, workers: int = 2, say: Callable = print) -> None:
-    """Writes the merged checkpoint to the directory `to`.
+def merge(
+    base: str, adapters: str, to: str, rule: str = "", workers: int = 2, say: Callable = print
+) -> None:
+    """Writes the merged checkpoint to the directory `to`. rule: of `mxfp4.pack`, for packed experts
+    that have adapters.
 
     Raises FileNotFoundError, FileExistsError, ValueError or OSError that name what is wrong.
     """
@@ -59,27 +67,44 @@ def merge(base: str, adapters: str, to: str, workers: int = 2, say: Callable = p
         raise FileExistsError(f"{target} holds a whole checkpoint; give a new directory")
     config = from_dict(ModelConfig, meta["config"]["model"], "config.model")
     source, pairs = StoredArrays(base_step / STATE), StoredArrays(step / STATE)
-    jobs, arrays = plan(base_step, source, config)
     adapted = {name.rsplit("/", 1)[0] for name in pairs.info("model")}
-    if unknown := sorted(adapted - {name.removeprefix("model/") for name in arrays}):
+    jobs, arrays = plan(base_step, source, config, adapted)
+    if unknown := sorted(adapted - {weight_of(name) for name in arrays}):
         raise ValueError(f"{adapters}: {unknown[0]} is no weight of {base}")
-    own = {"base": fingerprint(base_step), "adapters": fingerprint(step)}
+    check_rule(rule, [job.names[0] for job in jobs if len(job.names) > 1])
+    own = {"base": fingerprint(base_step), "adapters": fingerprint(step), "rule": rule}
     journal = Journal(target, {"merge": FORMAT, **own})
     done = journal.open()
     todo = [job for job in jobs if job.id not in done]
     say(f"{len(adapted)} of {len(arrays)} arrays change, {len(todo)} of {len(jobs)} files to do")
     check_space(target, sum(job.n_bytes for job in todo))
-    scale = told["alpha"] / told["rank"]
+    change = Change(pairs, told["alpha"] / told["rank"], rule)
 
     def run(job: Job) -> dict:
-        path = job.name.removeprefix("model/")
-        low_rank = pair(path) if path in adapted else None
-        fill(job, source, pairs, low_rank, scale, target / STEP / STATE)
+        path = weight_of(job.names[0])
+        fill(job, source, path if path in adapted else None, change, target / STEP / STATE)
         return {}
 
     run_all(todo, run, journal, workers, say)
     finish(base_step, target / STEP, meta, {**own, **told}, list(arrays.values()))
     journal.remove()
+
+
+def weight_of(name: str) -> str:
+    """The weight that an array is, or is a part of, as adapters name it."""
+    return re.sub("^model/|/(packed|scales)$", "", name)
+
+
+def check_rule(rule: str, packed: list[str]) -> None:
+    """Raises ValueError where packed experts change and no rule says how, or one has no use."""
+    if packed and not rule:
+        raise ValueError(
+            f"{weight_of(packed[0])} is packed and has adapters: to be packed again their sum is "
+            "rounded. Say by which rule, as of convert's --quantize mxfp4: --rule ceil (clips "
+            "nothing) or --rule floor (saturates above 6 units)"
+        )
+    if rule and not packed:
+        raise ValueError(f"--rule {rule}: no packed experts have adapters")
 
 
 def check_belong(base: epath.Path, adapters: epath.Path) -> dict:
@@ -106,10 +131,10 @@ def with_tokenizer(base: dict, adapters: dict) -> dict:
 
 
 def plan(
-    step: epath.Path, source: StoredArrays, c: ModelConfig
+    step: epath.Path, source: StoredArrays, c: ModelConfig, adapted: set[str]
 ) -> tuple[list[Job], dict[str, Array]]:
-    """A job for each file, and the arrays by name. Files are cut as the base's are, and those of a
-    trained base, which are a database, as a conversion would."""
+    """A job for each file, or for two, and the arrays by name. Files are cut as the base's are, and
+    those of a trained base, which are a database, as a conversion would."""
     entries = {entry.leaf: entry for found in name_table(c).values() for entry in found}
     arrays, jobs = {}, []
     for top in ("model", VISION):
@@ -117,9 +142,14 @@ def plan(
             name = f"{top}/{path}"
             array = described(step / STATE, path_of(path) if top == "model" else f"{top}.{path}")
             arrays[name] = array or laid_out(path, info, entries[path])
-    for name, array in arrays.items():
-        grid = [n // s for n, s in zip(array.shape, array.shard, strict=True)]
-        jobs += [Job(name, array, cell) for cell in np.ndindex(*grid)]
+    together: dict[str, list[str]] = {}
+    for name in arrays:
+        weight = weight_of(name)
+        together.setdefault(weight if weight in adapted else name, []).append(name)
+    for names in map(sorted, together.values()):  # codes before scales, of the same cells
+        found = tuple(arrays[name] for name in names)
+        grid = [n // s for n, s in zip(found[0].shape, found[0].shard, strict=True)]
+        jobs += [Job(tuple(names), found, cell) for cell in np.ndindex(*grid)]
     return jobs, arrays
 
 
@@ -131,23 +161,55 @@ def laid_out(path: str, info: ArrayInfo, entry: Entry) -> Array:
     return shared(leaf_array(path_of(path), info.dtype, info.shape, entry, n), SHARD_BYTES)
 
 
-def fill(job: Job, source, pairs, low_rank, scale: float, state: epath.Path) -> None:
-    """Writes a shard, chunk by chunk; low_rank: the names of A and B, or None."""
-    array, buffer = job.array, Buffer()
-    starts = [i * s for i, s in zip(job.cell, array.shard, strict=True)]
-    grid = [s // c for s, c in zip(array.shard, array.chunk, strict=True)]
+class Change(NamedTuple):
+    """What weights get: `scale` A B of `pairs`; `rule` is as in `merge`."""
+
+    pairs: StoredArrays
+    scale: float
+    rule: str
+
+    def of(self, path: str, chunks: list[np.ndarray], cuts: list[slice]) -> list[np.ndarray]:
+        """What a chunk of a weight, or of its codes and scales, becomes; cuts: of the first."""
+        if len(chunks) == 1:
+            (chunk,) = chunks
+            more = self.scale * product(self.pairs, path, cuts)
+            return [(chunk.astype(np.float32) + more).astype(chunk.dtype)]
+        # The released order: outputs before inputs, of which a chunk has all.
+        (*lead, outs, _), inputs = cuts, slice(0, 2 * chunks[0].shape[-1])
+        more = np.swapaxes(self.scale * product(self.pairs, path, [*lead, inputs, outs]), -1, -2)
+        n = -(-more.size // PACK_NUMBERS)
+        slabs = zip(*(np.array_split(x, n, axis=-2) for x in (*chunks, more)), strict=True)
+        packed = [mxfp4.pack(mxfp4.unpack(*old) + more, self.rule) for *old, more in slabs]
+        return [np.concatenate(parts, axis=-2) for parts in zip(*packed, strict=True)]
+
+
+def fill(job: Job, source, path: str | None, change: Change, state: epath.Path) -> None:
+    """Writes the job's shards, chunk by chunk; path: of a weight that changes."""
+    first, buffers = job.arrays[0], [Buffer() for _ in job.arrays]
+    grid = [s // c for s, c in zip(first.shard, first.chunk, strict=True)]
     with contextlib.ExitStack() as stack:
-        shard = Shard(state, array, job.cell)
-        stack.callback(shard.discard)
+        shards = [Shard(state, array, job.cell) for array in job.arrays]
+        for shard in shards:
+            stack.callback(shard.discard)
         for at in np.ndindex(*grid):
-            places = zip(starts, at, array.chunk, strict=True)
-            cuts = [slice(start + i * n, start + (i + 1) * n) for start, i, n in places]
-            chunk = source.start(job.name, index_of(cuts, array), buffer)().reshape(array.chunk)
-            if low_rank:
-                more = scale * product(pairs, *low_rank, cuts)
-                chunk = (chunk.astype(np.float32) + more).astype(array.dtype)
-            shard.write(at, chunk)
-        shard.close()
+            cuts = [cuts_of(array, job.cell, at) for array in job.arrays]
+            parts = zip(job.names, job.arrays, cuts, buffers, strict=True)
+            chunks = [
+                source.start(name, index_of(cut, array), buffer)().reshape(array.chunk)
+                for name, array, cut, buffer in parts
+            ]
+            chunks = change.of(path, chunks, cuts[0]) if path else chunks
+            for shard, chunk in zip(shards, chunks, strict=True):
+                shard.write(at, chunk)
+        for shard in shards:
+            shard.close()
+
+
+def cuts_of(array: Array, cell: tuple[int, ...], at: tuple[int, ...]) -> list[slice]:
+    """Where in the array the chunk `at` of a shard lies."""
+    places = zip(cell, array.shard, at, array.chunk, strict=True)
+    starts = ((i * shard + j * chunk, chunk) for i, shard, j, chunk in places)
+    return [slice(start, start + n) for start, n in starts]
 
 
 def index_of(cuts: list[slice], array: Array) -> tuple:
@@ -160,9 +222,11 @@ def index_of(cuts: list[slice], array: Array) -> tuple:
     return tuple(index)
 
 
-def product(pairs: StoredArrays, a_name: str, b_name: str, cuts: list[slice]) -> np.ndarray:
-    """The part of A B that lies at `cuts` of the weight, which are of one layer."""
-    n_in, n_out = (len(letters(name)) - 1 for name in (a_name, b_name))
+def product(pairs: StoredArrays, path: str, cuts: list[slice]) -> np.ndarray:
+    """The part of A B that lies at `cuts` of the weight, which are of one layer, and of one of its
+    experts."""
+    a_name, b_name = pair(path)
+    n_in, n_out = (len(set(letters(name)) - set("EK")) for name in (a_name, b_name))
     at = len(cuts) - n_in - n_out
     lead, ins, outs = cuts[:at], cuts[at : at + n_in], cuts[at + n_in :]
     a = pairs.start(f"model/{a_name}", (*lead, *ins, slice(None)))()

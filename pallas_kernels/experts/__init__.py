@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.common import automatic
 from pallas_kernels.experts import frozen, mosaic, mxfp4, mxfp4_reference, reference
 from pallas_kernels.experts.frozen import FORMS
-from pallas_kernels.experts.mxfp4 import from_released
+from pallas_kernels.experts.mxfp4 import activation, from_released
 from pallas_kernels.experts.mxfp8 import from_mxfp8, to_mxfp8
 
 IMPLS = ("auto", "pallas", *FORMS, "reference")
@@ -17,6 +17,7 @@ PACKED_IMPLS = ("auto", "pallas", *FORMS, "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
 
 __all__ = [
+    "activation",
     "from_mxfp8",
     "from_released",
     "grouped_glu_mxfp4",

@@ -90,7 +90,7 @@ def prefill(labels):
 
 def cost(chip, case, direction):
     """In a process of its own."""
-    k3_jax.layers.experts.grouped_matmul = no_product
+    k3_jax.layers.experts.grouped_matmul = lambda *args, **_: no_product(*args)
     name, *options = case.split()
     c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
     if c.module is None:

@@ -165,7 +165,8 @@ def test_a_tpu_takes_a_layer_of_the_released_size_and_its_gradients():
     sizes = dict(n_experts=14, n_active=14, latent_width=3584, expert_width=3072, packed=True)
     moe = dataclasses.replace(tiny.CONFIG.moe, balance="none", **sizes)
     c = tiny.config(moe=moe, width=7168, dtype="bfloat16", param_dtype="bfloat16")
-    with jax.set_mesh(make_mesh(devices=described_devices("v6e:1x1")[:1])) as mesh:
+    mesh = make_mesh(devices=described_devices("v6e:1x1"))
+    with jax.set_mesh(mesh):
         layer = jax.tree.map(placed, Moe(c, rngs=ShapesOnly()))
         x_BTD = jax.ShapeDtypeStruct(
             (1, 256, c.width), jnp.bfloat16, sharding=NamedSharding(mesh, act_spec("BTD"))

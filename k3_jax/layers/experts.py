@@ -109,8 +109,8 @@ class Matrix(NamedTuple):
 def glu(x_nL, gate: Matrix, up: Matrix, sizes_E, **betas):
     """SiTU-GLU of both products.
 
-    Packed ones are not rounded before it, with adapters or without: adapters that give 0 change no
-    bit of the definition's. One kernel makes all of it where none adds to its sums.
+    Packed ones are not rounded before it, with adapters or without: new adapters, which give 0,
+    change no bit. On a TPU one kernel makes all of it where none adds to its sums.
     """
     if not gate.is_packed:
         return situ_glu(*(m.times(x_nL, sizes_E) for m in (gate, up)), **betas)

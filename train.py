@@ -32,7 +32,7 @@ from k3_jax.metrics import Metrics
 from k3_jax.optim import make_optimizer, schedule
 from k3_jax.profile import Profiler
 from k3_jax.tokenizer import load_tokenizer
-from k3_jax.train_step import init_state, train_step
+from k3_jax.train_step import init_state, jit_options, train_step
 from k3_jax.tree import flatten, named_leaves, nest, with_leaves
 from sharding import make_mesh
 from sharding.hosts import join, micro_batches, row_share
@@ -80,7 +80,7 @@ def run(config: TrainConfig, workdir: str):
     frozen = base.load()
     learning_rate = schedule(config.optim, n_steps, stages)
     bound = functools.partial(train_step, tx=tx, learning_rate=learning_rate)
-    step_fn = jax.jit(bound, donate_argnums=0, static_argnames=("config", "quantized"))
+    step_fn = jax.jit(bound, static_argnames=("config", "quantized"), **jit_options(mesh))
 
     # Loop
     metrics, stop = Metrics(workdir, config, start, clock), StopSignal()

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import act_spec, gathered, weight_spec
+from sharding.rules import named
 
 __all__ = [
     "Adapted",
@@ -149,14 +150,18 @@ def einsum(equation: str, x: jax.Array, w: nnx.Param, *, shape=None) -> jax.Arra
     operands are told not to. Of an `Adapted` parameter x W + scale (x A) B, where x is multiplied
     by A first: no array of W's size is made, forward or backward.
     """
-    adapted, low_rank = w.get_value(), through_rank(equation)
-    if not isinstance(adapted, Adapted) or low_rank is None:
-        return _einsum(equation, x, read(w, x.dtype), shape)
+    array, low_rank = w.get_value(), through_rank(equation)
+    if not isinstance(array, Adapted):
+        (of_x, of_w), placed = equation.split("->")[0].split(","), jax.typeof(x).sharding.spec
+        summed = [named(axes) for a, axes in zip(of_x, placed, strict=True) if a not in of_w]
+        return _einsum(equation, x, gathered(array.astype(x.dtype), sum(summed, ())), shape)
+    if low_rank is None:
+        return _einsum(equation, x, array.merged(x.dtype), shape)
     down, up, n_in = low_rank
-    weight, a, b = (gathered(v.astype(x.dtype)) for v in (adapted.weight, adapted.a, adapted.b))
+    weight, a, b = (gathered(v.astype(x.dtype)) for v in (array.weight, array.a, array.b))
     weight = weight if shape is None else weight.reshape(shape)
     narrow = _einsum(down, x, a, (*weight.shape[:n_in], -1))
-    more = _einsum(up, adapted.scale * narrow, b, (-1, *weight.shape[n_in:]))
+    more = _einsum(up, array.scale * narrow, b, (-1, *weight.shape[n_in:]))
     return _einsum(equation, x, weight) + more
 
 

@@ -1,5 +1,6 @@
 """What the text of a compiled XLA program says of its cost: operations, loops multiplied out."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -83,8 +84,11 @@ def collectives(text: str) -> list[Collective]:
 
 def _exchanges(bodies) -> Iterator[Collective]:
     opened = (*CALLS, "fusion", "custom-call-start")
+    going_on = set().union(*itertools.starmap(_going_on, bodies.items()))
     for line, by_name, runs in _walk(bodies, bodies["ENTRY"], 1, opened):
         opcode, group, slices = line.opcode.removesuffix("-start"), (), 1
+        if line.name in going_on:
+            continue
         if opcode == "send" and "_xla_megascale_transfer_type" in line.text:
             opcode, slices = _between_slices(line.text)
         elif opcode in COLLECTIVES:
@@ -100,6 +104,21 @@ def _exchanges(bodies) -> Iterator[Collective]:
         scopes = scopes.group(1) if scopes else ""
         sent *= share.get(opcode, (n - 1) / n)
         yield Collective(opcode, runs, sent, group, scopes, slices)
+
+
+def _going_on(name: str, body: list[Line]) -> set[str]:
+    """Of a fusion that computes while an exchange is under way, or that waits for it: the exchange,
+    which the fusion that began it has too, and what is handed on for it."""
+    root = body[-1] if body else None
+    if root is None or not (
+        name.startswith("async_collective_fusion") or "AsyncCollectiveDone" in root.text
+    ):
+        return set()
+    handed_on = {line.name for line in body if line.opcode == "parameter"}.intersection(
+        root.operands
+    )
+    exchanges = [line for line in body if line.opcode in COLLECTIVES]
+    return handed_on.union(*({line.name, *line.operands} for line in exchanges))
 
 
 def _between_slices(text: str) -> tuple[str, int]:
@@ -161,11 +180,13 @@ def computations(text: str) -> dict:
             lines = found[head.group(2)] = []
             if head.group(1):
                 found["ENTRY"] = lines
-        # Metadata of a kernel may run over lines of their own, which may begin with a brace.
         elif line.rstrip() == "}":
             lines = None
         elif lines is not None and (parsed := _line(line)):
             lines.append(parsed)
+        elif lines:
+            # Metadata of a kernel may run over lines of their own, which may begin with a brace.
+            lines[-1] = lines[-1]._replace(text=f"{lines[-1].text}\n{line}")
     return found
 
 
@@ -261,17 +282,24 @@ def _moved(bodies, by_name, line):
 
 def _moved_by_fusion(bodies, fusion, operands):
     """A sliced operand counts by its slice, and one that is updated in place by the update."""
-    body = bodies.get(_named(fusion.text, "calls"), [])
+    called = _named(fusion.text, "calls")
+    body = bodies.get(called, [])
     types = {line.name: line.type for line in body}
+    going_on = _going_on(called, body)
     updates = [line for line in body if line.opcode in IN_PLACE]
     update = next((line for line in updates if line.is_root), updates[0] if updates else None)
     total = 0
     for parameter in (line for line in body if line.opcode == "parameter"):
         number = int(parameter.operands[0])
+        if parameter.name in going_on:
+            continue
         if number < len(operands) and type_bytes(operands[number]):
             total += _read(bodies, body, parameter)
     if update is not None and type_bytes(fusion.type):
         return total + type_bytes(types.get(update.operands[IN_PLACE[update.opcode]], ""))
+    if going_on:
+        made = body[-1].operands if body[-1].opcode == "tuple" else ()
+        return total + sum(type_bytes(types[name]) for name in made if name not in going_on)
     return total + type_bytes(fusion.type)
 
 

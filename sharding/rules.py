@@ -60,13 +60,16 @@ def weight_spec(letters: str, shape: tuple[int, ...]) -> P:
     return _spec(axes)
 
 
-def gathered(w: jax.Array) -> jax.Array:
+def gathered(w: jax.Array, parts_over: tuple[str, ...] = ()) -> jax.Array:
     """The weight as it is used: whole, but for heads and channels, which stay on `tensor`.
 
-    Its gradient is reduced back to where the weight rests.
+    Its gradient is reduced back to where the weight rests. Where that gradient comes as parts to be
+    summed over these mesh axes, they stay parts until then: a reduce-scatter, where an all-reduce
+    with a slice after it would send twice as much.
     """
     axes = map(named, jax.typeof(w).sharding.spec)
-    return jax.reshard(w, _spec(TENSOR if a[:1] == TENSOR else () for a in axes))
+    kept = _spec(TENSOR if a[:1] == TENSOR else () for a in axes)
+    return jax.reshard(w, kept.update(reduced=set(parts_over)))
 
 
 def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION):

@@ -240,9 +240,13 @@ def _call(blocks, E, matrices, is_mxfp8, finish, out_type, interpret, *operands)
         return pl.BlockSpec((x_rows, width), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0))
 
     N = out_type.shape[0]
-    # Every expert has rows; rows are read again for each block of columns.
+    # Every expert has rows; rows are read again for each block of columns, or if all of them are
+    # held once by each core, of which a chip before v6e may have two.
+    reads = F // columns
+    if x_rows >= N:
+        reads = min(reads, 1 if blocks.generation >= 6 else 2)
     moved = matrices * E * (L // 2 + L // BLOCK) * F + N * F * out_type.dtype.itemsize
-    moved += F // columns * N * L * operands[4].dtype.itemsize
+    moved += reads * N * L * operands[4].dtype.itemsize
     return pl.pallas_call(
         partial(_kernel, blocks=blocks, matrices=matrices, is_mxfp8=is_mxfp8, finish=finish),
         name="grouped_matmul_mxfp4" if finish is None else "grouped_glu_mxfp4",

@@ -165,7 +165,7 @@ def traffic(text: str, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
             axes, sides = spanned(op.group, mesh, chip)
             busy = seconds_on_links(op, sides, chip)
             of_dimension += op.runs * busy
-            seconds = busy.max()
+            seconds = float(busy.max())
         else:
             continue
         what = f"{op.opcode} of lent experts" if LENT in op.scopes else op.opcode

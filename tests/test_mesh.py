@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from k3_jax.axes import read
+from k3_jax.axes import einsum, read
 from k3_jax.checkpoint.tree import placed
 from k3_jax.checks import check_split
 from k3_jax.layers import moe
@@ -43,6 +44,19 @@ def documents():
     segments_BT[1, 20:], segments_BT[3, 9:], segments_BT[6, :5] = 2, 0, 3
     segments_BT[4, 8:], segments_BT[5, 15:17], segments_BT[5, 17:] = 2, 2, 3  # at a shard's edge
     return tokens_BT, segments_BT
+
+
+def test_the_gradient_of_a_projection_is_scattered_and_never_whole():
+    """It stays parts, as many as there are devices of rows, until it is where the weight rests."""
+    with on_mesh(data=2, fsdp=2, expert=2):
+        x = jax.reshard(jnp.ones((8, 4, 16)), act_spec("BT."))
+        w = nnx.Param(jax.reshard(jnp.ones((16, 8)), P("fsdp", "expert")))
+        y, pull = jax.vjp(lambda w: einsum("BTD,DF->BTF", x, w), w)
+        program = str(jax.make_jaxpr(pull)(y))
+        (dw,) = pull(y)
+    assert "{U:(data,fsdp,expert)}" in program
+    assert jax.typeof(dw.get_value()).sharding.spec == P("fsdp", "expert")
+    np.testing.assert_array_equal(dw.get_value(), np.full((16, 8), 8 * 4 * 16))
 
 
 @pytest.mark.parametrize("packed", [False, True])

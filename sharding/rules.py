@@ -69,7 +69,10 @@ def gathered(w: jax.Array, parts_over: tuple[str, ...] = ()) -> jax.Array:
     """
     axes = map(named, jax.typeof(w).sharding.spec)
     kept = _spec(TENSOR if a[:1] == TENSOR else () for a in axes)
-    return jax.reshard(w, kept.update(reduced=set(parts_over)))
+    # XLA (jaxlib 0.12.0.1) aborts on such a sum where another axis is manual: "Manual axes must be
+    # sorted". Between the stages of a pipeline the sum is made at once.
+    is_whole = not jax.sharding.get_abstract_mesh().manual_axes
+    return jax.reshard(w, kept.update(reduced=set(parts_over if is_whole else ())))
 
 
 def on_shards(fn, signature: str, table: dict[str, tuple[str, ...]] = ACTIVATION):

@@ -1,12 +1,12 @@
 """Where modelled time goes outside K3's own kernels, beside the least that a chip could need.
 
 One device's share of the released model: 12 of 96 heads, 14 of 896 experts with the 16 T rows that
-a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are
-profiled in eighths of T where that is linear and the whole would take gigabytes. Where the profiler
-ends the process, XLA's own estimates of its fusions stand in ("note"). Whole layers are estimates
-too; the delta rule, splash attention, the grouped products and the short convolutions are left out
-of them, as they have rows of their own. Cases with "pallas" are our kernels for the case before.
-`top` names what takes most: operation, modelled us, MB.
+a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are profiled in eighths of T where
+that is linear and the whole would take gigabytes. Where the profiler ends the process, XLA's own
+estimates of its fusions stand in ("note"). Whole layers are estimates too; the delta rule, splash
+attention, the grouped products and the short convolutions have rows of their own and are left out
+of them. Cases with "pallas" are our kernels for the case before. `top` names what takes most:
+operation, modelled us, MB.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Case:
     """fn(*args) and what it cannot avoid: bytes of HBM read or written once, FLOPs of products.
 
     `times` such pieces make the released size. `module` builds a layer, whose weights then come
-    before args[lead]. `share`: of the cycles that the profiler counts for its kernels, those spent.
+    before args[lead]. `share`: of the cycles that the profiler counts, those spent.
     """
 
     fn: object
@@ -73,20 +73,18 @@ def rows(chips):
 
 def measured(labels):
     """The figures of a case, profiled if that can be."""
-    case, is_prefill = labels["case"], labels["case"] == "prefill"
-    if case.startswith("layer"):
-        why = "whole layer: XLA's estimates"
-    elif is_prefill and (labels["chip"], labels["direction"]) != ("v6e", "forward"):
+    why, is_prefill = "whole layer: XLA's estimates", labels["case"] == "prefill"
+    if is_prefill and (labels["chip"], labels["direction"]) != ("v6e", "forward"):
         why = "not profiled: libtpu ends the process, or takes 16 GB of memory"
-    else:
+    elif not labels["case"].startswith("layer"):
         try:
             return ask("benchmarks.cost_layers", profile=True, seconds=300, **labels)
         except NoFigure as error:
             why = f"not profiled, XLA's estimates: {error}"
     found = ask("benchmarks.cost_layers", profile=False, **labels)
-    if is_prefill:  # all of it is kernels, of which XLA estimates nothing
-        found = {name: found[name] for name in ("hbm_us", "hbm_bytes", "floor_us", "floor_bound")}
-    return found | {"note": why}
+    # Prefill is kernels, of which XLA estimates nothing.
+    known = ("hbm_us", "hbm_bytes", "floor_us", "floor_bound") if is_prefill else found
+    return {name: found[name] for name in known} | {"note": why}
 
 
 def cost(chip, case, direction):
@@ -102,9 +100,7 @@ def cost(chip, case, direction):
         ops, temp = layer_operations(c, chip)
     if c.module is not None:
         ops = [op for op in ops if not op.name.startswith(LEFT_OUT)]
-    ops = [op._replace(runs=op.runs * c.times) for op in ops]
-    spent = {"custom-call": c.share}
-    ops = [op._replace(cycles=(op.cycles or 0) * spent.get(op.opcode, 1)) for op in ops]
+    ops = [op._replace(runs=op.runs * c.times, cycles=(op.cycles or 0) * c.share) for op in ops]
     _, clock, peak, bandwidth, _ = CHIPS[chip]
 
     def us(op):
@@ -129,12 +125,8 @@ def cost(chip, case, direction):
 def every_tile_runs():
     """Splash attention without the branch around a tile: the profiler leaves out what is in one."""
     found = splash_attention_kernel._next_nonzero
-
-    def next_nonzero(*args, **options):
-        data, mask, _, should_not_mask = found(*args, **options)
-        return data, mask, True, should_not_mask
-
-    splash_attention_kernel._next_nonzero = next_nonzero
+    always = lambda *x, **more: [*(told := found(*x, **more))[:2], True, told[3]]  # noqa: E731
+    splash_attention_kernel._next_nonzero = always
 
 
 def layer_operations(case, chip):
@@ -179,15 +171,10 @@ def mix(backward, n, impl="reference"):
 
 
 def attend(backward):
-    """Splash attention over one causal row: two products forward, five more backward.
-
-    Tiles above the diagonal are passed over, which the profiler does not know.
-    """
+    """Splash attention over one causal row: two products forward, five more backward. Tiles above
+    the diagonal are passed over, which the profiler does not know."""
     q_BTHq, v_BTHv = (S((1, T, H, n), BF16) for n in (192, 128))
-
-    def fn(q, k, v, segments):
-        return splash.attend_causal(q, k, v, segments, scale=192**-0.5)
-
+    fn = functools.partial(splash.attend_causal, scale=192**-0.5)
     args = (q_BTHq, q_BTHq, v_BTHv, S((1, T), I32))
     moved, pairs, tiles = 4 * (q_BTHq.size + v_BTHv.size), H * T * T // 2, T // splash.TILE
     share = (tiles + 1) / (2 * tiles)

@@ -73,13 +73,15 @@ def test_processes_make_the_run_of_one_and_another_number_goes_on(tmp_path, n):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     finish(start(whole, 1, 4, steps=4, data=2, fsdp=2), whole)
     finish(start(parts, n, 4 // n, steps=4, data=2, fsdp=2), parts)
-    # Sums over devices come in another order.
-    same = pytest.approx(losses(whole), rel=1e-6)
-    assert losses(parts) == same and sorted(losses(parts)) == [1, 2, 3, 4]
+    # Sums over devices come in another order: 1e-7 in the first three losses. By the fourth a token
+    # may have gone to another expert for it, 3e-6 where it was seen.
+    same = pytest.approx(losses(whole), rel=1e-5)
+    first = {step: pytest.approx(losses(whole)[step], rel=1e-6) for step in (1, 2, 3)}
+    assert losses(parts) == same and all(losses(parts)[step] == x for step, x in first.items())
     shutil.rmtree(parts / "checkpoints" / "4")
     finish(start(parts, 1, 4, steps=4, fsdp=2, expert=2), parts)
     assert "going on from step 2" in Path(f"{parts}.0.log").read_text()
-    assert losses(parts) == same
+    assert losses(parts) == same and losses(parts)[3] == first[3]
 
 
 @pytest.mark.slow

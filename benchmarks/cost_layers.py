@@ -3,10 +3,9 @@
 One device's share of the released model: 12 of 96 heads, 14 of 896 experts with the 16 T rows that
 a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are profiled in eighths of T where
 that is linear and the whole would take gigabytes. Where the profiler ends the process, XLA's own
-estimates of its fusions stand in ("note"). Whole layers are estimates too; the delta rule, splash
-attention, the grouped products and the short convolutions have rows of their own and are left out
-of them. Cases with "pallas" are our kernels for the case before. `top` names what takes most:
-operation, modelled us, MB.
+estimates stand in ("note"). Whole layers are estimates too, without the delta rule, splash
+attention, the grouped products and the short convolutions, which have rows of their own. Cases with
+"pallas" are our kernels for the case before. `top`: what takes most (operation, modelled us, MB).
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ class Case:
     """fn(*args) and what it cannot avoid: bytes of HBM read or written once, FLOPs of products.
 
     `times` such pieces make the released size. `module` builds a layer, whose weights then come
-    before args[lead]. `share`: of the cycles that the profiler counts, those spent.
+    before args[lead]. `share`: of the cycles counted for its kernels, those spent.
     """
 
     fn: object
@@ -90,7 +89,6 @@ def measured(labels):
 def cost(chip, case, direction):
     """In a process of its own."""
     k3_jax.layers.experts.grouped_matmul = lambda *args, **_: no_product(*args)
-    every_tile_runs()
     name, *options = case.split()
     c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
     if c.module is None:
@@ -98,9 +96,10 @@ def cost(chip, case, direction):
         ops, temp = r["ops"], r["temp_bytes"]
     else:
         ops, temp = layer_operations(c, chip)
-    if c.module is not None:
         ops = [op for op in ops if not op.name.startswith(LEFT_OUT)]
-    ops = [op._replace(runs=op.runs * c.times, cycles=(op.cycles or 0) * c.share) for op in ops]
+    spent = {"custom-call": c.share}
+    ops = [op._replace(cycles=(op.cycles or 0) * spent.get(op.opcode, 1)) for op in ops]
+    ops = [op._replace(runs=op.runs * c.times) for op in ops]
     _, clock, peak, bandwidth, _ = CHIPS[chip]
 
     def us(op):
@@ -173,6 +172,7 @@ def mix(backward, n, impl="reference"):
 def attend(backward):
     """Splash attention over one causal row: two products forward, five more backward. Tiles above
     the diagonal are passed over, which the profiler does not know."""
+    every_tile_runs()
     q_BTHq, v_BTHv = (S((1, T, H, n), BF16) for n in (192, 128))
     fn = functools.partial(splash.attend_causal, scale=192**-0.5)
     args = (q_BTHq, q_BTHq, v_BTHv, S((1, T), I32))

@@ -3,7 +3,7 @@
 One device's share of the released model: 12 of 96 heads, 14 of 896 experts with the 16 T rows that
 a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are profiled in eighths of T where
 that is linear and the whole would take gigabytes. Where the profiler ends the process, XLA's own
-estimates stand in ("note"). Whole layers are estimates too, without the delta rule, splash
+estimates stand in ("note"). Whole layers are estimates too, without the delta rule, MLA
 attention, the grouped products and the short convolutions, which have rows of their own. Cases with
 "pallas" are our kernels for the case before. `top`: what takes most (operation, modelled us, MB).
 """
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import NamedSharding, PartitionSpec
 
 import k3_jax.layers.experts
@@ -31,7 +30,7 @@ from k3_jax.state import Rows
 from pallas_kernels import attn_res
 from pallas_kernels.conv import mosaic_kernels as conv_kernels
 from pallas_kernels.conv import short_conv
-from pallas_kernels.mla import absorbed_attention, splash
+from pallas_kernels.mla import absorbed_attention
 from pallas_kernels.top_k import top_k as choose
 from sharding import make_mesh
 
@@ -40,7 +39,7 @@ LOCAL_EXPERTS, SLOTS = 14, 8192
 PIECES = 8  # of T, where cost is linear in it
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
-LEFT_OUT = ("left_out", "kda_", "splash_", "conv_")  # Pallas calls by their names
+LEFT_OUT = ("left_out", "kda_", "mla_", "conv_")  # Pallas calls by their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Case:
     """fn(*args) and what it cannot avoid: bytes of HBM read or written once, FLOPs of products.
 
     `times` such pieces make the released size. `module` builds a layer, whose weights then come
-    before args[lead]. `share`: of the cycles counted for its kernels, those spent.
+    before args[lead].
     """
 
     fn: object
@@ -58,7 +57,6 @@ class Case:
     times: int = 1
     module: object = None
     lead: int = 0
-    share: float = 1.0
 
 
 def rows(chips):
@@ -72,18 +70,13 @@ def rows(chips):
 
 def measured(labels):
     """The figures of a case, profiled if that can be."""
-    why, is_prefill = "whole layer: XLA's estimates", labels["case"] == "prefill"
-    if is_prefill and (labels["chip"], labels["direction"]) != ("v6e", "forward"):
-        why = "not profiled: libtpu ends the process, or takes 16 GB of memory"
-    elif not labels["case"].startswith("layer"):
+    why = "whole layer: XLA's estimates"
+    if not labels["case"].startswith("layer"):
         try:
             return ask("benchmarks.cost_layers", profile=True, seconds=300, **labels)
         except NoFigure as error:
             why = f"not profiled, XLA's estimates: {error}"
-    found = ask("benchmarks.cost_layers", profile=False, **labels)
-    # Prefill is kernels, of which XLA estimates nothing.
-    known = ("hbm_us", "hbm_bytes", "floor_us", "floor_bound") if is_prefill else found
-    return {name: found[name] for name in known} | {"note": why}
+    return ask("benchmarks.cost_layers", profile=False, **labels) | {"note": why}
 
 
 def cost(chip, case, direction):
@@ -97,8 +90,6 @@ def cost(chip, case, direction):
     else:
         ops, temp = layer_operations(c, chip)
         ops = [op for op in ops if not op.name.startswith(LEFT_OUT)]
-    spent = {"custom-call": c.share}
-    ops = [op._replace(cycles=(op.cycles or 0) * spent.get(op.opcode, 1)) for op in ops]
     ops = [op._replace(runs=op.runs * c.times) for op in ops]
     _, clock, peak, bandwidth, _ = CHIPS[chip]
 
@@ -119,13 +110,6 @@ def cost(chip, case, direction):
         "over_floor": total / floor_us,
         "top": [[op.name, round(us(op), 1), round(op.runs * op.bytes / 1e6, 1)] for op in top],
     }
-
-
-def every_tile_runs():
-    """Splash attention without the branch around a tile: the profiler leaves out what is in one."""
-    found = splash_attention_kernel._next_nonzero
-    always = lambda *x, **more: [*(told := found(*x, **more))[:2], True, told[3]]  # noqa: E731
-    splash_attention_kernel._next_nonzero = always
 
 
 def layer_operations(case, chip):
@@ -167,21 +151,6 @@ def mix(backward, n, impl="reference"):
     if not backward:
         return Case(fn, args, (n + 1) * one, times=pieces)
     return Case(both(fn, n + 1), (candidate, *args), (3 * n + 2) * one, times=pieces)
-
-
-def attend(backward):
-    """Splash attention over one causal row: two products forward, five more backward. Tiles above
-    the diagonal are passed over, which the profiler does not know."""
-    every_tile_runs()
-    q_BTHq, v_BTHv = (S((1, T, H, n), BF16) for n in (192, 128))
-    fn = functools.partial(splash.attend_causal, scale=192**-0.5)
-    args = (q_BTHq, q_BTHq, v_BTHv, S((1, T), I32))
-    moved, pairs, tiles = 4 * (q_BTHq.size + v_BTHv.size), H * T * T // 2, T // splash.TILE
-    share = (tiles + 1) / (2 * tiles)
-    if not backward:
-        return Case(fn, args, moved, 2 * pairs * (192 + 128), share=share)
-    flops = 2 * pairs * (192 + 128 + 3 * 192 + 2 * 128)
-    return Case(both(fn, 3), (v_BTHv, *args), 3 * moved, flops, share=share)
 
 
 def absorbed(_, n_rows, impl="plain"):
@@ -369,7 +338,6 @@ MOE_MOVED = IN_AND_OUT + 2 * T * (2 * (1 + A) * L + 3 * A * F)
 
 PARTS = {
     "mix": mix,
-    "prefill": attend,
     "absorbed": absorbed,
     "scores": scores,
     "top_k": top_k,
@@ -384,7 +352,7 @@ PARTS = {
 }
 FORWARD, BOTH = ("forward",), ("forward", "forward+backward")
 CASES = {
-    **dict.fromkeys(("mix 4", "mix 4 pallas", "mix 12", "mix 12 pallas", "prefill"), BOTH),
+    **dict.fromkeys(("mix 4", "mix 4 pallas", "mix 12", "mix 12 pallas"), BOTH),
     **dict.fromkeys(("absorbed 8", "absorbed 8 pallas"), FORWARD),
     **dict.fromkeys(("absorbed 64", "absorbed 64 pallas"), FORWARD),
     "scores": BOTH,

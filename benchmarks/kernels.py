@@ -5,7 +5,8 @@
 
 prints one table a section and saves all rows in benchmarks/results/kernels.json after each of them,
 so that a run may be stopped; what it did not reach stays as the last run left it. Sections: `kda`,
-the chunked forward and backward, beside public kernels where those are installed; `decode`; `situ`;
+the chunked forward and backward, beside public kernels where those are installed; `mla`, attention;
+`decode`; `situ`;
 `mxfp4`, the grouped expert matmul; `layers`, whole layers and what XLA makes of them. `tpucost`
 says what these figures are and how far to trust them; nothing here is measured.
 """
@@ -17,11 +18,19 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import cost_decode, cost_kda, cost_layers, cost_mxfp4, cost_peers, cost_situ
+from benchmarks import (
+    cost_decode,
+    cost_kda,
+    cost_layers,
+    cost_mla,
+    cost_mxfp4,
+    cost_peers,
+    cost_situ,
+)
 from benchmarks.tpucost import check_chips, versions
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
-SECTIONS = ("kda", "decode", "situ", "mxfp4", "layers")
+SECTIONS = ("kda", "mla", "decode", "situ", "mxfp4", "layers")
 
 
 def rows_of(section, chips, peer_python):
@@ -30,7 +39,8 @@ def rows_of(section, chips, peer_python):
         yield from cost_kda.rows(chips)
         yield from cost_peers.rows(chips, peer_python)
         return
-    of = {"decode": cost_decode, "situ": cost_situ, "mxfp4": cost_mxfp4, "layers": cost_layers}
+    of = {"mla": cost_mla, "decode": cost_decode, "situ": cost_situ}
+    of |= {"mxfp4": cost_mxfp4, "layers": cost_layers}
     yield from of[section].rows(chips)
 
 

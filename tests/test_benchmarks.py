@@ -112,7 +112,7 @@ def test_the_decode_kernel_still_has_the_lines_that_profiling_replaces():
 def test_an_unknown_chip_or_section_is_refused_before_any_work(monkeypatch, capsys):
     for options, words in (
         (["--chips", "v6e,v9z"], "no figures for a chip 'v9z'; the chips are v6e, tpu7x, v5p"),
-        (["--sections", "kda,moe"], "no section 'moe'; there are kda, decode"),
+        (["--sections", "kda,moe"], "no section 'moe'; there are kda, mla, decode"),
     ):
         monkeypatch.setattr(sys, "argv", ["kernels", *options])
         with pytest.raises(SystemExit) as stop:

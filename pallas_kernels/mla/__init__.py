@@ -7,12 +7,12 @@ softmax in float32. The projections and the output gate belong to the layer.
 import jax.numpy as jnp
 
 from pallas_kernels.common import automatic
-from pallas_kernels.mla import absorbed, blocks, cached, reference, slots, splash
+from pallas_kernels.mla import absorbed, blocks, cached, mosaic, reference, slots
 from pallas_kernels.mla.sequence import expand, self_attention_sharded
 from pallas_kernels.mla.slots import all_slots, over_slots
 
-IMPLS = ("auto", "blocks", "splash", "reference")
-CACHED_IMPLS = ("auto", "blocks", "splash")
+IMPLS = ("auto", "blocks", "pallas", "reference")
+CACHED_IMPLS = ("auto", "blocks", "pallas")
 ABSORBED_IMPLS = ("auto", "plain", "pallas")
 
 __all__ = [
@@ -41,12 +41,10 @@ def self_attention(
 
     segments_BT is int32; 0 marks a pad. A pad's output and every gradient with respect to it are
     exactly 0, and what a pad holds (NaN too) reaches nothing. Scores are never held as [T, T].
-    impl: "auto" is "splash" on TPU and "blocks" elsewhere; "reference" is the definition.
-    out_dtype: q's dtype if None; float32 costs nothing in "blocks" and is refused by "splash".
+    impl: "auto" is "pallas", TPU kernels, on TPU and "blocks" elsewhere; "reference" is the
+    definition. out_dtype: q's dtype if None; float32 is what the sums are in.
     keep_largest: the result is (o, largest_H), with each head's largest scale q_t.k_s of a visible
-    pair in float32, without a gradient; the least float32 where there is none. "blocks" has it by
-    the way. The shipped splash kernels tell the log of the exponentials' sum, which is no maximum:
-    there it is a second pass over q.k in blocks.
+    pair in float32, without a gradient; the least float32 where there is none. Softmax needs it.
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
     _check_heads("self_attention", q_BTHq, k_BTHq, v_BTHv)
@@ -59,13 +57,8 @@ def self_attention(
     if impl not in IMPLS:
         raise ValueError(f"self_attention: impl={impl!r} is not one of {IMPLS}")
     if impl == "auto":
-        impl = automatic("MLA self-attention", "blocks", tpu="splash")
+        impl = automatic("MLA self-attention", "blocks")
     out_dtype = q_BTHq.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if impl == "splash" and out_dtype != q_BTHq.dtype:
-        raise ValueError(
-            f"self_attention: splash returns q's dtype {q_BTHq.dtype}, "
-            f"not out_dtype={out_dtype}; use impl='blocks' or cast q"
-        )
     if impl == "reference":
         args = (q_BTHq, k_BTHq, v_BTHv, segments_BT)
         o_BTHv = reference.self_attention(*args, scale=scale).astype(out_dtype)
@@ -74,13 +67,11 @@ def self_attention(
         return o_BTHv, reference.largest(q_BTHq, k_BTHq, segments_BT, scale=scale)
     real_BT11 = (segments_BT != 0)[..., None, None]
     q, k, v = (jnp.where(real_BT11, x, 0) for x in (q_BTHq, k_BTHq, v_BTHv))
-    if impl == "splash":
-        o_BTHv = splash.attend_causal(q, k, v, segments_BT, scale=scale)
-        o_BTHv = jnp.where(real_BT11, o_BTHv, 0)
-        if not keep_largest:
-            return o_BTHv
-        return o_BTHv, blocks.largest_causal(q, k, segments_BT, scale=scale)
-    o_BTHv, largest_H = blocks.attend_causal(q, k, v, segments_BT, scale=scale, out_dtype=out_dtype)
+    options = dict(scale=scale, out_dtype=out_dtype)
+    if impl == "pallas":
+        o_BTHv, largest_H = mosaic.attend_real(q, k, v, segments_BT, segments_BT, 0, **options)
+    else:
+        o_BTHv, largest_H = blocks.attend_causal(q, k, v, segments_BT, **options)
     return (o_BTHv, largest_H) if keep_largest else o_BTHv
 
 
@@ -90,15 +81,15 @@ def cached_attention(q_BTHq, latent_BMS, k_CHk, v_CHv, q_index_BT, *, scale, imp
     For prefill in pieces: keys and values are those of `expand` of the slots. q_index_BT (int32)
     is the slot of each query's own token; a negative one marks a pad, whose output is 0. Slots
     after the last index of a row may hold anything, NaN too.
-    impl: "blocks" expands all rows; "splash" (TPU) one row at a time, and wants a row's queries in
-    slots that follow each other, with pads behind them; "auto" is "splash" on TPU.
+    impl: "blocks" expands all rows; "pallas" (TPU) one row at a time, and wants a row's queries in
+    slots that follow each other, with pads behind them; "auto" is "pallas" on TPU.
     """
     _check_int("cached_attention", "q_index", q_index_BT, q_BTHq.shape[:2])
     if impl not in CACHED_IMPLS:
         raise ValueError(f"cached_attention: impl={impl!r} is not one of {CACHED_IMPLS}")
     if impl == "auto":
-        impl = automatic("MLA cached attention", "blocks", tpu="splash")
-    attend = {"blocks": cached.attend_blocks, "splash": cached.attend_splash}[impl]
+        impl = automatic("MLA cached attention", "blocks")
+    attend = {"blocks": cached.attend_blocks, "pallas": cached.attend_rows}[impl]
     is_pad_BT11 = (q_index_BT < 0)[..., None, None]
     live_B1S = _live_slots(q_index_BT, latent_BMS.shape[2])[:, None]
     q_BTHq, latent_BMS = jnp.where(is_pad_BT11, 0, q_BTHq), jnp.where(live_B1S, latent_BMS, 0)

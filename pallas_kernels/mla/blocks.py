@@ -37,53 +37,22 @@ def attend(q_BTHq, k, v, last_BT, q_segments_BT, k_segments_BS, *, scale, out_dt
     return o_BTHv, jnp.max(largest_nH, axis=0)
 
 
-def largest(q_BTHq, k_BSHq, last_BT, q_segments_BT, k_segments_BS, *, scale):
-    """The largest_H of `attend` alone, for kernels that do not tell it. It has no gradient."""
-    B, T, H, _ = q_BTHq.shape
-    q_BTHq, k_BSHq = jax.lax.stop_gradient((q_BTHq, k_BSHq))
-
-    def one(xs):
-        return _largest(_scores(k_BSHq, k_segments_BS, scale, *xs))
-
-    block = query_block(B, T, H, k_BSHq.shape[1])
-    largest_nH = jax.lax.map(one, _queries(block, q_BTHq, last_BT, q_segments_BT))
-    return jnp.max(largest_nH, axis=0)
-
-
 def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, out_dtype):
     """`attend` with last_t = t for real rows and -1 for pads (segment 0)."""
+    B, T, H, _ = q_BTHq.shape
+    block = query_block(B, T, H, T)
+    piece = -(-T // (PREFIXES * block)) * block
+    last_BT = jnp.where(segments_BT != 0, jnp.arange(T, dtype=jnp.int32), -1)
     outs, largest = [], []
-    for (q, last, segments), end in _pieces(q_BTHq, segments_BT):
+    for start in range(0, T, piece):
+        end = min(start + piece, T)
+        q, last, segments = (x[:, start:end] for x in (q_BTHq, last_BT, segments_BT))
         keys = (x[:, :end] for x in (k_BTHq, v_BTHv))
         rest = (last, segments, segments_BT[:, :end])
         o_BtHv, largest_H = attend(q, *keys, *rest, scale=scale, out_dtype=out_dtype)
         outs.append(o_BtHv)
         largest.append(largest_H)
     return jnp.concatenate(outs, axis=1), jnp.max(jnp.stack(largest), axis=0)
-
-
-def largest_causal(q_BTHq, k_BTHq, segments_BT, *, scale):
-    """The largest_H of `attend_causal` alone."""
-    return jnp.max(
-        jnp.stack(
-            [
-                largest(q, k_BTHq[:, :end], last, segments, segments_BT[:, :end], scale=scale)
-                for (q, last, segments), end in _pieces(q_BTHq, segments_BT)
-            ]
-        ),
-        axis=0,
-    )
-
-
-def _pieces(q_BTHq, segments_BT):
-    """A causal row in a few pieces, each with the number of keys up to its last query."""
-    B, T, H, _ = q_BTHq.shape
-    block = query_block(B, T, H, T)
-    piece = -(-T // (PREFIXES * block)) * block
-    last_BT = jnp.where(segments_BT != 0, jnp.arange(T, dtype=jnp.int32), -1)
-    for start in range(0, T, piece):
-        end = min(start + piece, T)
-        yield [x[:, start:end] for x in (q_BTHq, last_BT, segments_BT)], end
 
 
 def query_block(B, T, H, S):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mla import blocks, sequence
+from pallas_kernels.mla import blocks, mosaic, sequence
 
 
 def attend_blocks(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale):
@@ -15,20 +15,15 @@ def attend_blocks(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale):
     )[0]
 
 
-def attend_splash(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, interpret=False):
-    """The same through the kernels for a shard of the time axis: a row begins where it stands.
-
-    A row at a time: each begins elsewhere, which the kernels know for one row alone, and of 32 rows
-    of 128K tokens the keys and values of three heads are 8 GB. Tiles behind the diagonal are
-    skipped, so that a long cache costs a short row nothing but the expansion.
-    """
+def attend_rows(q_BTHq, latent_BSM, k_CHk, v_CHv, q_index_BT, *, scale, **options):
+    """The same through the TPU kernel, a row at a time: of 32 rows of 128K tokens the keys and
+    values of three heads are 8 GB. A long cache costs a short row nothing but the expansion."""
 
     def row(args):
         q, latent, index = (x[None] for x in args)
-        keys = sequence.expand(latent, k_CHk, v_CHv)
-        start = jnp.maximum(index[0, 0], 0)
         ids = (index >= 0).astype(jnp.int32), jnp.ones(latent.shape[:2], jnp.int32)
-        options = dict(interpret=interpret, keep_largest=False)
-        return sequence.attend_from(q, *keys, start, *ids, scale, **options)[0][0]
+        first = jnp.maximum(index[:, 0], 0)
+        keys = sequence.expand(latent, k_CHk, v_CHv)
+        return mosaic.attend(q, *keys, *ids, first, scale=scale, **options)[0][0]
 
     return jax.lax.map(row, (q_BTHq, latent_BSM, q_index_BT))

@@ -4,17 +4,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask_info,
-)
 
-from pallas_kernels.common import automatic, vary, varying
-from pallas_kernels.mla import blocks, splash
+from pallas_kernels.common import automatic
+from pallas_kernels.mla import blocks, mosaic
 
-IMPLS = ("auto", "blocks", "splash")
+IMPLS = ("auto", "blocks", "pallas")
 EXPANDED_BYTES = 1 << 30  # of keys and values at a time
-ATTENDED = "mla attended"
 
 
 def self_attention_sharded(
@@ -28,7 +23,7 @@ def self_attention_sharded(
     made again in the backward pass. The gradient of the latents is summed in float32; those of k
     and v are each shard's own part.
 
-    "splash" (TPU) and "blocks" as in `self_attention`. The kernels skip tiles behind the diagonal,
+    "pallas" (TPU) and "blocks" as in `self_attention`. The kernel skips blocks behind the diagonal,
     which is where the shard's index puts it, so that shard i of n does (2 i + 1) / n^2 of the
     row's work and the time is that of the last: 2 - 1/n times an even split. "blocks" computes
     everything that it masks: on every shard as much as the last.
@@ -37,16 +32,15 @@ def self_attention_sharded(
     """
     _check(q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, impl)
     if impl == "auto":
-        impl = automatic("MLA self-attention over shards", "blocks", tpu="splash")
-    splash_kernels = partial(attend_from, interpret=False, keep_largest=keep_largest)
-    attend = {"blocks": _blocks, "splash": splash_kernels}[impl]
+        impl = automatic("MLA self-attention over shards", "blocks")
+    attend = {"blocks": _blocks, "pallas": mosaic.attend_real}[impl]
     found = attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis)
     return found if keep_largest else found[0]
 
 
 def attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, axis):
-    """Heads by groups; attend(q, k, v, first_position, segments_BT, segments_BS, scale) -> o and
-    largest_H, or None."""
+    """Heads by groups; attend(q, k, v, segments_BT, segments_BS, first_position, scale=scale) -> o
+    and largest_H."""
     B, T, H, _ = q_BTHq.shape
     start = jax.lax.axis_index(axis) * T
     real_BT11 = (segments_BT != 0)[..., None, None]
@@ -56,20 +50,20 @@ def attend_heads(attend, q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, scale, a
 
     def heads(q_BThq, k_Chk, v_Chv):
         k_BShq, v_BShv = expand(latent_BSM.astype(q_BTHq.dtype), k_Chk, v_Chv)
-        return attend(q_BThq, k_BShq, v_BShv, start, segments_BT, segments_BS, scale)
+        return attend(q_BThq, k_BShq, v_BShv, segments_BT, segments_BS, start, scale=scale)
 
     size = heads_at_a_time(B, segments_BS.shape[1], H, q_BTHq, v_CHv)
     if size == H:
         o_BTHv, largest_H = heads(q_BTHq, k_CHk, v_CHv)
     else:
         # What attention came to is kept, so that its forward kernel runs once.
-        policy = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+        policy = jax.checkpoint_policies.save_only_these_names(mosaic.ATTENDED)
         one = jax.checkpoint(lambda x: heads(*x), policy=policy, prevent_cse=False)
         groups = [_split(x, size) for x in (q_BTHq, k_CHk, v_CHv)]
         o_GBThv, largest_Gh = jax.lax.map(one, groups)
         o_BTHv = jnp.moveaxis(o_GBThv, 0, 2).reshape(B, T, H, -1)
-        largest_H = None if largest_Gh is None else largest_Gh.reshape(H)
-    return jnp.where(real_BT11, o_BTHv, 0), largest_H
+        largest_H = largest_Gh.reshape(H)
+    return o_BTHv, largest_H
 
 
 def _split(x_Hx, size):
@@ -117,104 +111,13 @@ def _gathered_bwd(axis, like, dx_BSM):
 gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
-def _blocks(q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale):
+def _blocks(q_BTHq, k_BSHq, v_BSHv, segments_BT, segments_BS, start, *, scale):
+    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    last_BT = jnp.where(segments_BT != 0, at_T, -1)
     return blocks.attend(
-        q_BTHq, k_BSHq, v_BSHv, _last(start, segments_BT), segments_BT, segments_BS,
+        q_BTHq, k_BSHq, v_BSHv, last_BT, segments_BT, segments_BS,
         scale=scale, out_dtype=q_BTHq.dtype,
     )  # fmt: skip
-
-
-def _last(start, segments_BT):
-    """The last key that each query sees: its own, -1 for a pad."""
-    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-    return jnp.where(segments_BT != 0, at_T, -1)
-
-
-def attend_from(
-    q_BTHq, k_BSHq, v_BSHv, start, segments_BT, segments_BS, scale, *, interpret, keep_largest
-):
-    """Queries at positions start, start + 1, ... among the keys."""
-    largest_H, at = None, (_last(start, segments_BT), segments_BT, segments_BS)
-    if keep_largest:
-        largest_H = blocks.largest(q_BTHq, k_BSHq, *at, scale=scale)
-    T, lanes = q_BTHq.shape[1], splash.LANES
-    tile = min(splash.TILE, -(-T // lanes) * lanes)
-    q_BTHq = (q_BTHq.astype(jnp.float32) * scale).astype(q_BTHq.dtype)
-    # Queries behind the shard's end have segment 0, whatever the next shard has there.
-    queries = (splash.lengthen(x, -T % tile) for x in (q_BTHq, segments_BT))
-    q_BTHq, segments_BT = queries
-    keys = (splash.lengthen(x, -x.shape[1] % tile) for x in (k_BSHq, v_BSHv, segments_BS))
-    args = (q_BTHq, *keys, segments_BT, start)
-    axes = frozenset().union(*map(varying, args))
-    return _attend(*(vary(x, axes) for x in args), tile, interpret)[:, :T], largest_H
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attend(q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start, tile, interpret):
-    return _attend_fwd(q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start, tile, interpret)[0]
-
-
-def _attend_fwd(q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start, tile, interpret):
-    def run(q, k, v, *rest):
-        heads = map(splash.swap_head_and_time, (q, k, v))
-        o_BHTv, pullback = jax.vjp(lambda *qkv: _kernels(*qkv, *rest, tile, interpret), *heads)
-        return splash.swap_head_and_time(o_BHTv), pullback
-
-    return splash.unchecked(run, q_BTHq, k_BSHq, v_BSHv, segments_BS, segments_BT, start)
-
-
-def _attend_bwd(tile, interpret, pullback, do_BTHv):
-    return *splash._attend_bwd(tile, interpret, pullback, do_BTHv)[:3], None, None, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _kernels(q_BHTq, k_BHSq, v_BHSv, segments_BS, segments_BT, start, tile, interpret):
-    """The shipped kernels with a mask of our own: theirs are fixed when a program is made."""
-    forward, backward = mask_tiles(start, q_BHTq.shape[2], k_BHSq.shape[2], tile)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    kernel = splash_attention_kernel.SplashAttentionKernel(
-        forward, forward, backward,
-        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": tile for name in names}),
-        is_mqa=False, save_residuals=False, attn_logits_soft_cap=None,
-        mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE, mask_function=_is_visible,
-        residual_checkpoint_name=ATTENDED, interpret=interpret,
-    )  # fmt: skip
-
-    def row(q, k, v, segments_S, segments_T):
-        ids = splash_attention_kernel.SegmentIds(segments_T, segments_S)
-        return kernel(q, k, v, segment_ids=ids)
-
-    return jax.vmap(row)(q_BHTq, k_BHSq, v_BHSv, segments_BS, segments_BT)
-
-
-def _is_visible(query, key):
-    return query >= key
-
-
-def mask_tiles(start, T, S, tile):
-    """What the kernels are told of a causal mask whose queries begin at position `start`.
-
-    Which tiles [1, queries, keys] have a visible pair, and which tile to fetch at each step: a
-    step that is skipped names one that is there already. For walks along the keys, and for those
-    of the gradients of keys, along the queries. In scalar memory, hence the narrow types.
-    """
-    first = jnp.arange(T // tile, dtype=jnp.int32)[:, None]
-    keys = jnp.arange(S // tile, dtype=jnp.int32)[None]
-    at = start.astype(jnp.int32)
-    last_key = (at + tile * (first + 1) - 1) // tile
-    first_query = jnp.minimum(jnp.maximum(first, (tile * keys - at) // tile), T // tile - 1)
-    visible = (keys <= last_key)[None].astype(jnp.int8)
-    sequence = at + jnp.arange(T, dtype=jnp.int32)
-
-    def info(fetched):
-        return splash_attention_mask_info.MaskInfo(
-            data_next=fetched[None].astype(jnp.int16), mask_next=None, block_mask=visible,
-            partial_mask_blocks=None, q_sequence=sequence,
-        )  # fmt: skip
-
-    return info(jnp.minimum(keys, last_key)), info(first_query)
 
 
 def _check(q_BTHq, latent_BTM, k_CHk, v_CHv, segments_BT, impl):

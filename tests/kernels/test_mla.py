@@ -1,4 +1,4 @@
-"""MLA attention: the block and splash paths against the definition, and the cache doors."""
+"""MLA attention: the block path against the definition, and the cache doors."""
 
 from functools import partial
 
@@ -12,13 +12,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.mla import (
     absorbed_attention,
     blocks,
-    cached,
     cached_attention,
     expand,
+    mosaic,
     reference,
     self_attention,
-    sequence,
-    splash,
 )
 
 Q, VALUE, SCALE = 24, 16, 24**-0.5
@@ -49,6 +47,13 @@ def packed(lengths, T):
     """Segment ids of documents laid end to end, pads after them."""
     ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return np.pad(ids, (0, T - len(ids))).astype(np.int32)
+
+
+def interpreted(monkeypatch):
+    """The kernel of "pallas" runs here, in blocks of 128."""
+    monkeypatch.setattr(mosaic, "BLOCK", 128)
+    monkeypatch.setattr(mosaic, "TILE", 128)
+    monkeypatch.setattr(mosaic, "attend", partial(mosaic.attend, heads=(2, 1), interpret=True))
 
 
 def run(door, *arrays, **options):
@@ -121,24 +126,8 @@ def test_the_largest_logit_of_each_head_is_that_of_the_definition(block, monkeyp
     o, largest = run(self_attention, *dirty, segments, impl="blocks", keep_largest=True)
     np.testing.assert_allclose(largest, want, **TIGHT)
     np.testing.assert_array_equal(o, run(self_attention, *dirty, segments, impl="blocks"))
-    np.testing.assert_allclose(run(blocks.largest_causal, q, k, segments), want, **TIGHT)
     least = run(self_attention, q, k, v, 0 * segments, impl="blocks", keep_largest=True)[1]
     np.testing.assert_array_equal(least, jnp.finfo(jnp.float32).min)
-
-
-def test_splash_equals_the_definition():
-    """Interpreted TPU kernels, T=200 padded to a tile of 256, with pads and length-1 segments."""
-    q, k, v = heads(2, 2, 200)
-    segments = jnp.asarray([packed([1, 99, 100], 200), packed([64, 1, 70], 200)])
-    real = (segments != 0)[..., None, None]
-
-    def attend(*x):
-        return jnp.where(real, splash.attend_causal(*x, segments, scale=SCALE, interpret=True), 0)
-
-    def define(*x):
-        return reference.self_attention(*x, segments, scale=SCALE)
-
-    assert_same(differentiate(attend)(q, k, v), differentiate(define)(q, k, v), **TIGHT)
 
 
 def test_bfloat16_stays_within_its_rounding():
@@ -165,8 +154,6 @@ def test_float32_output_of_bfloat16_inputs_is_not_rounded():
     np.testing.assert_array_equal(
         o.astype(jnp.bfloat16), run(self_attention, q, k, v, ones, impl="blocks")
     )
-    with pytest.raises(ValueError, match="splash returns q's dtype bfloat16"):
-        self_attention(q, k, v, ones, scale=SCALE, impl="splash", out_dtype=jnp.float32)
 
 
 def test_a_segment_of_length_one_returns_its_own_value():
@@ -223,15 +210,14 @@ def test_a_poisoned_row_leaves_the_other_rows_bit_for_bit_equal():
     np.testing.assert_array_equal(o[others], clean[others])
 
 
-@pytest.mark.parametrize("impl", ["blocks", "splash"])
+@pytest.mark.parametrize("impl", ["blocks", "pallas"])
 def test_pieces_over_a_cache_equal_one_pass(impl, monkeypatch):
     """130 tokens as 64 + 64 + 2; slots not yet written hold NaN, the last piece has pads.
 
-    "splash" in tiles of 128, interpreted: a piece that begins in one tile of keys ends in another.
+    "pallas" in blocks of 128, interpreted: a piece that begins in one block ends in another.
     """
     monkeypatch.setattr(blocks, "MAX_BLOCK", 16)
-    monkeypatch.setattr(sequence.splash, "TILE", 128)
-    monkeypatch.setattr(cached, "attend_splash", partial(cached.attend_splash, interpret=True))
+    interpreted(monkeypatch)
     q, (latent, *keys) = heads(9, 2, 130)[0], latents(9, 2, 130)
     one = jnp.ones((2, 130), jnp.int32)
     want = run(self_attention, q, *expand(latent, *keys), one, impl="reference")
@@ -247,10 +233,10 @@ def test_pieces_over_a_cache_equal_one_pass(impl, monkeypatch):
         assert not o[:, n:].any()
 
 
-@pytest.mark.parametrize("impl", ["blocks", "splash"])
+@pytest.mark.parametrize("impl", ["blocks", "pallas"])
 def test_cached_equals_its_definition_when_rows_differ_in_length(impl, monkeypatch):
     """Rows at slots 3.., 40.. and one that is all pads (T11: neighbours do not matter)."""
-    monkeypatch.setattr(cached, "attend_splash", partial(cached.attend_splash, interpret=True))
+    interpreted(monkeypatch)
     q, (latent, *keys) = heads(10, 3, 7)[0], latents(11, 3, 50)
     index = jnp.asarray([[3 + t for t in range(7)], [40 + t for t in range(7)], [-1] * 7])
     got = run(cached_with, q, latent, *keys, index, impl=impl)
@@ -342,7 +328,7 @@ def test_misfit_arguments_are_refused_with_their_numbers():
         self_attention(q, k, v.astype(jnp.bfloat16), ids, scale=1.0)
     with pytest.raises(ValueError, match=r"q_index must be integers of shape \(2, 6\)"):
         cached_with(q, *latents(14, 2, 6), ids[:, :5], scale=1.0)
-    with pytest.raises(ValueError, match=r"impl='pallas' is not one of \('auto', 'blocks', 'spl"):
-        cached_with(q, *latents(14, 2, 6), ids, scale=1.0, impl="pallas")
+    with pytest.raises(ValueError, match=r"impl='flash' is not one of \('auto', 'blocks', 'pal"):
+        cached_with(q, *latents(14, 2, 6), ids, scale=1.0, impl="flash")
     with pytest.raises(ValueError, match="must sum to the latent's M=9"):
         absorbed_attention(q[..., :5], q[..., :3], jnp.zeros((2, 9, 8)), ids, scale=1.0)

@@ -3,7 +3,7 @@
 One device's share of the released model: 12 of 96 heads, 14 of 896 experts with the 16 T rows that
 a balanced router sends them; B = 1, T = 8192, bfloat16. Parts are profiled in eighths of T where
 that is linear and the whole would take gigabytes. Where the profiler ends the process, XLA's own
-estimates stand in ("note"). Whole layers are estimates too, without the delta rule, MLA
+estimates stand in ("note"). Whole layers are estimates too, without the delta rule, MLA's
 attention, the grouped products and the short convolutions, which have rows of their own. Cases with
 "pallas" are our kernels for the case before. `top`: what takes most (operation, modelled us, MB).
 """

@@ -4,10 +4,9 @@ One device's share, 12 heads, B = 1, T = 8192, bfloat16, of one document and of 
 follows no list of blocks that is data, and no branches: each kind of step is profiled by itself, on
 one block, and counted as often as the list has it. The floor is the products' time at the chip's
 peak, of pairs that see each other; keys are 192 wide and values 128, and a 256-wide matrix unit
-(v6e, tpu7x) fills 256 with either, so that 1.6 is the least there forward,
-and 1.5 backward; on v5p 1.2. `hbm_us`: blocks
-of keys come again for each block of queries. Splash is profiled forward on v6e alone; for others,
-and for its gradients, libtpu ends the process or takes 16 GB.
+(v6e, tpu7x) fills 256 with either, so that 1.6 is the least there forward and 1.5 backward; on v5p
+1.2. `hbm_us`: blocks of keys come again for each block of queries. Splash is profiled forward on
+v6e alone; for others, and for its gradients, libtpu ends the process or takes 16 GB.
 """
 
 import functools
@@ -31,7 +30,6 @@ STEPS = 16  # of a kind that are profiled
 DIRECTIONS = ("forward", "backward")
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
-EDGES = K.FIRST | K.LAST
 
 
 def rows(chips):
@@ -54,7 +52,9 @@ def ours(labels):
     # Heads by groups, on the cores side by side.
     groups = H // cycles["heads"] // CHIPS[chip].cores
     total = groups * sum(n * cycles[kind] for kind, n in counts.items())
-    return beside_products(chip, direction, documents, total, moved(direction, pairs))
+    return beside_products(
+        chip, direction, documents, total, moved(direction, pairs, plan_for((1, 1)).rows)
+    )
 
 
 @functools.cache
@@ -80,12 +80,10 @@ def plan_for(heads):
     return mosaic.Plan(Q**-0.5, BF16, rows, tile, rows, piece, heads, False)
 
 
-def moved(direction, pairs):
+def moved(direction, pairs, block):
     """Bytes of HBM: what a pair fetches, and the rest once. Lanes fill up to 256 and 128."""
-    block = mosaic.block_and_tile(T)[0]
-    q_and_v = 2 * (256 + 128)
-    arrays = {"forward": T + pairs * block, "backward": 3 * T + pairs * block}[direction]
-    return H * q_and_v * arrays
+    once = {"forward": T, "backward": 3 * T}[direction]
+    return H * 2 * (256 + 128) * (once + pairs * block)
 
 
 def beside_products(chip, direction, documents, cycles, nbytes):
@@ -102,9 +100,9 @@ def splash(labels):
         "benchmarks.cost_mla", profile=True, part="splash", chip="v6e", direction="forward"
     )
     tiles = T // mosaic.TILE
-    spent, fetched = cycles * (tiles + 1) / (2 * tiles), tiles * (tiles + 1) // 2 * mosaic.TILE
-    nbytes = H * 2 * (256 + 128) * (T + fetched)
-    return beside_products("v6e", "forward", labels["documents"], spent, nbytes)
+    pairs = tiles * (tiles + 1) // 2
+    nbytes = moved("forward", pairs, mosaic.TILE)
+    return beside_products("v6e", "forward", labels["documents"], cycles * pairs / tiles**2, nbytes)
 
 
 def cost(part, chip, direction):
@@ -126,7 +124,7 @@ def cycles_of_kinds(chip, direction):
         "open": profile(K.OPEN),
         "diagonal": profile(K.DIAGONAL),
         "masked": profile(K.MASKED),
-        "edges": profile(EDGES) - idle,
+        "edges": profile(K.FIRST | K.LAST) - idle,
         "ends": profile(K.BEGIN | K.END) - idle,
         "heads": heads,
     }

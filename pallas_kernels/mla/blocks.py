@@ -42,7 +42,7 @@ def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, out_dtype):
     B, T, H, _ = q_BTHq.shape
     block = query_block(B, T, H, T)
     piece = -(-T // (PREFIXES * block)) * block
-    last_BT = jnp.where(segments_BT != 0, jnp.arange(T, dtype=jnp.int32), -1)
+    last_BT = last_keys(segments_BT)
     outs, largest = [], []
     for start in range(0, T, piece):
         end = min(start + piece, T)
@@ -53,6 +53,12 @@ def attend_causal(q_BTHq, k_BTHq, v_BTHv, segments_BT, *, scale, out_dtype):
         outs.append(o_BtHv)
         largest.append(largest_H)
     return jnp.concatenate(outs, axis=1), jnp.max(jnp.stack(largest), axis=0)
+
+
+def last_keys(segments_BT, start=0):
+    """The last key that each query sees: its own, where the first query is at `start`; a pad -1."""
+    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    return jnp.where(segments_BT != 0, at_T, -1)
 
 
 def query_block(B, T, H, S):

@@ -26,7 +26,7 @@ from pallas_kernels.mla.mosaic_kernels import (
     LAST,
     MASKED,
     OPEN,
-)  # fmt: skip
+)
 
 ATTENDED = "mla attended"  # what a checkpoint policy may keep: o and the log-sums
 BLOCK, TILE = 1024, 512

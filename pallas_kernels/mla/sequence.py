@@ -112,10 +112,8 @@ gathered.defvjp(_gathered_fwd, _gathered_bwd)
 
 
 def _blocks(q_BTHq, k_BSHq, v_BSHv, segments_BT, segments_BS, start, *, scale):
-    at_T = start + jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
-    last_BT = jnp.where(segments_BT != 0, at_T, -1)
     return blocks.attend(
-        q_BTHq, k_BSHq, v_BSHv, last_BT, segments_BT, segments_BS,
+        q_BTHq, k_BSHq, v_BSHv, blocks.last_keys(segments_BT, start), segments_BT, segments_BS,
         scale=scale, out_dtype=q_BTHq.dtype,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mla_inputs import SCALE, TIGHT, VALUE, Q, heads, packed
 
 from pallas_kernels.mla import (
     absorbed_attention,
@@ -19,18 +20,9 @@ from pallas_kernels.mla import (
     self_attention,
 )
 
-Q, VALUE, SCALE = 24, 16, 24**-0.5
-# float32 sums of some hundred terms of size one, added in another order.
-TIGHT = dict(rtol=1e-5, atol=1e-5)
-
 
 def cached_with(q, latent_BSM, *rest, **options):
     return cached_attention(q, jnp.swapaxes(latent_BSM, 1, 2), *rest, **options)
-
-
-def heads(seed, B, T, H=2, dtype=jnp.float32, q=Q, v=VALUE):
-    draw = np.random.default_rng(seed).normal
-    return [jnp.asarray(draw(size=(B, T, H, width)), dtype) for width in (q, q, v)]
 
 
 def latents(seed, B, S, H=2, C=20, shared=8):
@@ -41,12 +33,6 @@ def latents(seed, B, S, H=2, C=20, shared=8):
         jnp.asarray(draw(size=shape) * std, jnp.float32)
         for shape, std in zip(shapes, (1, C**-0.5, C**-0.5), strict=True)
     ]
-
-
-def packed(lengths, T):
-    """Segment ids of documents laid end to end, pads after them."""
-    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return np.pad(ids, (0, T - len(ids))).astype(np.int32)
 
 
 def interpreted(monkeypatch):
@@ -99,7 +85,7 @@ def test_blocks_equal_the_definition_at_awkward_lengths(T, block, monkeypatch):
     """One block, a second block of one query, and pieces of two blocks with part-filled ends."""
     monkeypatch.setattr(blocks, "MAX_BLOCK", block)
     q, k, v = heads(T, 2, T)
-    segments = jnp.asarray([packed([1, T // 2], T), packed([T], T)])
+    segments = packed(T, [1, T // 2], [T])
     got, want = both(q, k, v, segments)
     assert_same(got, want, **TIGHT)
 
@@ -107,7 +93,7 @@ def test_blocks_equal_the_definition_at_awkward_lengths(T, block, monkeypatch):
 def test_a_thousand_tokens_go_through_several_blocks_and_equal_the_definition():
     """T=1000 at the shipped block size: four pieces, none of them a multiple of the row."""
     q, k, v = heads(1, 1, 1000)
-    segments = jnp.asarray(packed([400, 1, 550], 1000))[None]
+    segments = packed(1000, [400, 1, 550])
     got, want = both(q, k, v, segments)
     assert_same(got, want, **TIGHT)
 
@@ -118,7 +104,7 @@ def test_the_largest_logit_of_each_head_is_that_of_the_definition(block, monkeyp
     and pads hold NaN. Without a visible pair it is the least float32."""
     monkeypatch.setattr(blocks, "MAX_BLOCK", block)
     q, k, v = heads(7, 2, 200)
-    segments = jnp.asarray([packed([1, 99, 100], 200), packed([64, 1, 70], 200)])
+    segments = packed(200, [1, 99, 100], [64, 1, 70])
     q, k = q.at[0, 50].multiply(9), k.at[0, 120].multiply(9)  # another document, and later
     want = run(reference.largest, q, k, segments)
     assert want.max() < SCALE * jnp.einsum("Hq,Hq->H", q[0, 50], k[0, 120]).max()
@@ -133,7 +119,7 @@ def test_the_largest_logit_of_each_head_is_that_of_the_definition(block, monkeyp
 def test_bfloat16_stays_within_its_rounding():
     """Probabilities and output are rounded to 8 bits: 2^-8 of values up to 4, twice, and grads."""
     q, k, v = heads(3, 2, 200, dtype=jnp.bfloat16)
-    segments = jnp.asarray([packed([200], 200), packed([10, 150], 200)])
+    segments = packed(200, [200], [10, 150])
     got, want = both(q, k, v, segments)
     assert got[0].dtype == jnp.bfloat16
     assert_same(
@@ -170,10 +156,10 @@ def test_packed_documents_equal_each_document_alone(monkeypatch):
     lengths = [5, 1, 70, 64]
     starts = np.cumsum([0, *lengths])
     q, k, v = heads(6, 1, 160)
-    segments = jnp.asarray(packed(lengths, 160))[None]
+    segments = packed(160, lengths)
     o = run(self_attention, q, k, v, segments, impl="blocks")
     alone = [jnp.concatenate([jnp.roll(x, -s, axis=1) for s in starts[:4]]) for x in (q, k, v)]
-    ids = jnp.asarray([packed([n], 160) for n in lengths])
+    ids = packed(160, *[[n] for n in lengths])
     want = run(self_attention, *alone, ids, impl="reference")
     for row, (start, n) in enumerate(zip(starts[:4], lengths, strict=True)):
         np.testing.assert_allclose(o[0, start : start + n], want[row, :n], **TIGHT)
@@ -184,7 +170,7 @@ def test_what_a_pad_holds_reaches_nothing(monkeypatch):
     """NaN, inf and huge numbers in pads; row 1 is all pads. Real tokens do not change by a bit."""
     monkeypatch.setattr(blocks, "MAX_BLOCK", 32)
     clean = heads(7, 2, 50)
-    segments = jnp.asarray([packed([20, 13], 50), packed([], 50)])
+    segments = packed(50, [20, 13], [])
     pad = (segments == 0)[..., None, None]
     garbage = jnp.asarray([jnp.nan, jnp.inf, 1e30])[jnp.arange(50) % 3][:, None, None]
 
@@ -291,7 +277,7 @@ def test_shards_of_the_batch_equal_one_device(monkeypatch):
     monkeypatch.setattr(blocks, "MAX_BLOCK", 8)
     monkeypatch.setattr(blocks, "PREFIXES", 1)
     q, k, v = heads(13, 4, 20)
-    segments = jnp.asarray([packed([3 + b, 9], 20) for b in range(4)])
+    segments = packed(20, *[[3 + b, 9] for b in range(4)])
     want = differentiate(lambda *x: self_attention(*x, segments, scale=SCALE, impl="reference"))(
         q, k, v
     )

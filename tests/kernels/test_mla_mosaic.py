@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from mla_inputs import SCALE, TIGHT, VALUE, heads, packed
 
 from pallas_kernels.mla import mosaic, mosaic_kernels, reference, self_attention
 
 # Scratch and outputs hold NaN until they are written, and a copy that overtakes a read is told.
 CAREFUL = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-Q, VALUE, SCALE = 24, 16, 24**-0.5
 LEAST = np.finfo(np.float32).min
-# float32 sums of some hundred terms of size one, added in another order.
-TIGHT = dict(rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -24,18 +22,6 @@ def small(monkeypatch):
     """Blocks of 256 in tiles of 128, and gradients of 256 queries at a time."""
     for name, n in (("BLOCK", 256), ("TILE", 128), ("QUERIES", 256)):
         monkeypatch.setattr(mosaic, name, n)
-
-
-def heads(seed, B, T, H=2, S=None, dtype=jnp.float32):
-    draw = np.random.default_rng(seed).normal
-    sizes = (T, Q), (S or T, Q), (S or T, VALUE)
-    return [jnp.asarray(draw(size=(B, n, H, width)), dtype) for n, width in sizes]
-
-
-def packed(T, *rows):
-    """Segment ids of documents laid end to end, pads after them."""
-    ids = [np.repeat(np.arange(1, len(lengths) + 1), lengths) for lengths in rows]
-    return jnp.asarray([np.pad(x, (0, T - len(x))) for x in ids], jnp.int32)
 
 
 def everything(attend, weights):

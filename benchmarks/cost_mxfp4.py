@@ -1,16 +1,20 @@
 """The grouped matmul with packed MXFP4 weights beside bfloat16 weights: 14 experts of K3's size.
 
-`bytes` is the kernel compiled at full size beside `jax.lax.ragged_dot` on bfloat16. `time` extends
-profiled cycles: the profiler cannot follow a schedule that depends on group sizes, so that the
-kernel's own body runs on fixed ones, where each visit of a block of rows has a new expert (which
-unpacks weights) or the same one. A product of N rows makes at least N / block visits (`aligned`
-groups) and at most 13 more (`ragged`, groups that end anywhere). The same schedule with bfloat16
-weights, and the floor of bfloat16 (bytes, or the matrix units' peak), stand beside.
+`bytes` is the kernel compiled at full size, and `over_bf16` its bytes over those of a product with
+bfloat16 weights that moves each array once. So many XLA tells of `jax.lax.ragged_dot` for v5p; its
+count for v6e and tpu7x leaves out the weights and is printed only.
+
+`time` extends profiled cycles: the profiler cannot follow a schedule that depends on group sizes,
+so that the kernel's own body runs on fixed ones, where each visit of a block of rows has a new
+expert (which unpacks weights) or the same one. A product of N rows makes at least N / block visits
+(`aligned` groups) and at most 13 more (`ragged`, groups that end anywhere). The same schedule with
+bfloat16 weights, and the floor of bfloat16 (bytes, or the matrix units' peak), stand beside.
 
 `glu` is gate, up and SiTU-GLU in one call beside two products and the activation, which is counted
 as moving its three arrays and nothing else; `mxfp8_us` is the one call with MXFP8 rows. On a tpu7x
 the profiler cannot walk the activation between the products: there the two sums are only added,
 and the activation is the whole of its transcendentals, as if none hid behind the matrix unit.
+`ffn` is an expert's FFN as it is served: that call and the product `down`, in one program.
 
 `training` is the bfloat16 product that is differentiated, in ragged groups: forward, the gradients
 of x and of the weights, and all three. The floors are the products' at the matrix units' peak, or
@@ -66,10 +70,7 @@ def times(chip, t, L, F):
     """Microseconds of the whole product, ours and bfloat16's, from cycles of single visits."""
     asked = ask("benchmarks.cost_mxfp4", profile=True, what="visits", chip=chip, t=t, L=L, F=F)
     N, row_blocks = E * t, -(-E * t // asked["block_rows"])
-    # Consecutive visits of one block of x share its copy; every block of columns reads x anew.
-    column_blocks = F // asked["block_columns"]
-    reads = min(CHIPS[chip].cores, column_blocks) if asked["x_is_held"] else column_blocks
-    x_and_y = N * L * 2 * reads + N * F * 2
+    x_and_y = N * L * 2 * asked["reads_of_x"] + N * F * 2
     found = {name: asked[name] for name in ("block_rows", "block_columns")}
     for weights, per_expert in (("mxfp4", L * F // 2 + L * F // 32), ("bf16", 2 * L * F)):
         for groups, visits in (("aligned", max(row_blocks, E)), ("ragged", row_blocks + E - 1)):
@@ -79,7 +80,7 @@ def times(chip, t, L, F):
     # As if every expert's weights were there in time, which the pipeline's one step ahead is not.
     r = figures(chip, cycles_of(asked["bf16"], row_blocks + E - 1, 0), E * 2 * L * F + x_and_y)
     found["bf16_ragged_no_wait_us"] = r["us"]
-    floor = 2 * (E * L * F + N * (L + F)) / CHIPS[chip].bandwidth
+    floor = bf16_bytes(N, L, F) / CHIPS[chip].bandwidth
     found["bf16_floor_us"] = max(floor, 2 * N * L * F / CHIPS[chip].flops) * 1e6
     found["ragged_over_bf16"] = found["mxfp4_ragged_us"] / found["bf16_ragged_us"]
     return found
@@ -91,9 +92,8 @@ def glu(chip, t, L, F):
     N, found = E * t, {}
     for name, matrices in (("one", 2), ("separate", 1), ("mxfp8", 2)):
         of = asked[name]
-        visits, column_blocks = -(-N // of["block_rows"]) + E - 1, F // of["block_columns"]
-        reads = min(CHIPS[chip].cores, column_blocks) if of["x_is_held"] else column_blocks
-        x = N * (L + mxfp4.scale_lanes(L) if name == "mxfp8" else 2 * L) * reads
+        visits = -(-N // of["block_rows"]) + E - 1
+        x = N * (L + mxfp4.scale_lanes(L) if name == "mxfp8" else 2 * L) * of["reads_of_x"]
         moved = matrices * E * (L * F // 2 + L * F // 32) + x + 2 * N * F
         cycles = cycles_of(of["cycles"], visits, E)
         if chip == "tpu7x" and matrices == 2:
@@ -143,6 +143,11 @@ def cost(what, chip, t, L, F):
     return found[what](chip, t, L, F)
 
 
+def bf16_bytes(N, L, F, matrices=1):
+    """Products of N rows with bfloat16 weights, [L,F] of each expert, if each array moves once."""
+    return 2 * (matrices * E * L * F + N * (L + F))
+
+
 def full(chip, t, L, F):
     shape, N = jax.ShapeDtypeStruct, E * t
     x, sizes = shape((N, L), BF16), shape((E,), jnp.int32)
@@ -152,7 +157,7 @@ def full(chip, t, L, F):
     return {
         "mxfp4_bytes": r["hbm_bytes"],
         "ragged_dot_bytes": q["hbm_bytes"],
-        "bytes_ratio": r["hbm_bytes"] / q["hbm_bytes"],
+        "over_bf16": r["hbm_bytes"] / bf16_bytes(N, L, F),
         "temp_bytes": r["temp_bytes"],
         "ragged_dot_flops_over_ideal": q["flops"] / (2 * N * L * F),
         "compile_s": r["compile_s"],
@@ -163,7 +168,7 @@ def visit_cycles(chip, t, L, F):
     with target(chip):
         blocks = mxfp4.choose(E * t, E, L, F, 2, pltpu.get_tpu_info())
     found = {"block_rows": blocks.rows, "block_columns": blocks.columns}
-    found["x_is_held"] = blocks.x_rows >= E * t
+    found["reads_of_x"] = blocks.reads_of_x(E * t, F)
     for weights, make in (("mxfp4", fixed_mxfp4), ("bf16", fixed_bf16)):
         found[weights] = {
             name: [tpu_cost(*make(blocks, L, F, n, is_new), chip)["cycles"] for n in PROFILED]
@@ -183,10 +188,20 @@ def glu_full(chip, t, L, F):
         return situ_glu(*y, **BETAS)
 
     one = functools.partial(mxfp4.grouped_glu_mxfp4, **BETAS)
-    return {
-        f"{name}_bytes": tpu_cost(form, (rows, matrix, matrix, sizes), chip)["hbm_bytes"]
-        for name, form, rows in (("one", one, x), ("separate", separate, x), ("mxfp8", one, pair))
-    }
+
+    def ffn(x, gate, up, sizes, packed, scales):
+        return mxfp4.grouped_matmul_mxfp4(one(x, gate, up, sizes), packed, scales, sizes)
+
+    forms = {"one": (one, x), "separate": (separate, x), "mxfp8": (one, pair), "ffn": (ffn, x)}
+    down = shape((E, F // 2, L), U8), shape((E, F // 32, L), U8)
+    found = {}
+    for name, (form, rows) in forms.items():
+        operands = (rows, matrix, matrix, sizes, *(down if name == "ffn" else ()))
+        found[f"{name}_bytes"] = tpu_cost(form, operands, chip)["hbm_bytes"]
+    both = bf16_bytes(N, L, F, matrices=2)
+    found["one_over_bf16"] = found["one_bytes"] / both
+    found["ffn_over_bf16"] = found["ffn_bytes"] / (both + bf16_bytes(N, F, L))
+    return found
 
 
 def glu_cycles(chip, t, L, F):
@@ -196,7 +211,7 @@ def glu_cycles(chip, t, L, F):
             chip_info = pltpu.get_tpu_info()
         blocks = mxfp4.choose(E * t, E, L, F, 2, chip_info, matrices, is_mxfp8)
         found[name] = {"block_rows": blocks.rows, "block_columns": blocks.columns}
-        found[name]["x_is_held"] = blocks.x_rows >= E * t
+        found[name]["reads_of_x"] = blocks.reads_of_x(E * t, F)
         finish = None
         if matrices == 2:
             activation = functools.partial(mxfp4.activation, **BETAS)

@@ -70,6 +70,7 @@ class Blocks:
     columns: outputs. slab: bytes of a column that are unpacked together.
     generation: of the chip; from 6 on vectors are multiplied in bfloat16, before in float32, and
     the matrix unit takes weights from registers without a change of layout.
+    cores: that share the blocks of columns, and a device's memory.
     """
 
     rows: int
@@ -77,6 +78,12 @@ class Blocks:
     columns: int
     slab: int
     generation: int
+    cores: int
+
+    def reads_of_x(self, N, F):
+        """How often each of N rows is read: for every block of columns, or once by each core."""
+        column_blocks = F // self.columns
+        return min(self.cores, column_blocks) if self.x_rows >= N else column_blocks
 
 
 def vmem_bytes(rows, x_rows, columns, L, out_bytes, matrices=1, is_mxfp8=False):
@@ -131,7 +138,7 @@ def choose(N, E, L, F, out_bytes, chip, matrices=1, is_mxfp8=False):
             f"packed experts: {x_rows} rows of L={L} and {LANES} columns need {need} bytes "
             f"of VMEM; {budget} of {chip.vmem_capacity_bytes} may be used"
         )
-    return Blocks(rows, x_rows, max(fits), slab, chip.generation)
+    return Blocks(rows, x_rows, max(fits), slab, chip.generation, chip.num_cores)
 
 
 def visits(sizes_E, N, rows, empty_too=False):
@@ -240,13 +247,9 @@ def _call(blocks, E, matrices, is_mxfp8, finish, out_type, interpret, *operands)
         return pl.BlockSpec((x_rows, width), lambda f, v, e, b, *_: (b[v] * rows // x_rows, 0))
 
     N = out_type.shape[0]
-    # Every expert has rows; rows are read again for each block of columns, or if all of them are
-    # held once by each core, of which a chip before v6e may have two.
-    reads = F // columns
-    if x_rows >= N:
-        reads = min(reads, 1 if blocks.generation >= 6 else 2)
+    # As if every expert has rows.
     moved = matrices * E * (L // 2 + L // BLOCK) * F + N * F * out_type.dtype.itemsize
-    moved += reads * N * L * operands[4].dtype.itemsize
+    moved += blocks.reads_of_x(N, F) * N * L * operands[4].dtype.itemsize
     return pl.pallas_call(
         partial(_kernel, blocks=blocks, matrices=matrices, is_mxfp8=is_mxfp8, finish=finish),
         name="grouped_matmul_mxfp4" if finish is None else "grouped_glu_mxfp4",

@@ -1,5 +1,7 @@
 """Sizes, rows and the float64 product that the tests of packed experts share."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
@@ -12,6 +14,17 @@ SIZES = {
     "aligned, then a partial block": [16, 16, 16, 2],
     "first and last are empty": [0, 1, 32, 0],
     "no rows at all": [0, 0, 0, 0],
+}
+# What the choice of blocks asks a `TpuInfo` for.
+CHIPS = {
+    name: SimpleNamespace(
+        generation=generation, vmem_capacity_bytes=mib << 20, mxu_column_size=mxu, num_cores=cores
+    )
+    for name, generation, mib, mxu, cores in (
+        ("v5p", 5, 64, 128, 2),
+        ("v6e", 6, 128, 256, 1),
+        ("tpu7x", 7, 64, 256, 1),
+    )
 }
 INTERPRET = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 

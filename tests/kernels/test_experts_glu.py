@@ -1,7 +1,6 @@
 """Gate, up and SiTU-GLU in one kernel, and MXFP8 activations: interpreted, and by definition."""
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxfp4_inputs import INTERPRET, SIZES, E, F, L, N, product, rows
+from mxfp4_inputs import CHIPS, INTERPRET, SIZES, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
@@ -21,8 +20,8 @@ from pallas_kernels.situ import situ_glu
 BETAS = dict(beta=4.0, linear_beta=25.0)
 # 32 rows, so that MXFP8 takes them too; 50 are one full and one partial block.
 BLOCKS = {
-    "x by blocks, v6e": Blocks(rows=32, x_rows=32, columns=128, slab=128, generation=6),
-    "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5),
+    "x by blocks, v6e": Blocks(rows=32, x_rows=32, columns=128, slab=128, generation=6, cores=1),
+    "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5, cores=2),
 }
 # float32 sums up to 150 are off by 2e-4 (test_experts_mxfp4); the activation's slope is at most 25
 # (linear_beta, at a gate where beta tanh and sigmoid give 1 a unit) times that, 5e-3, where y is
@@ -89,7 +88,7 @@ def test_saturated_products_stay_below_the_bound():
     packed = np.full((1, 128, 128), 0x77, np.uint8)  # 6.0 everywhere
     gate = from_released(packed, np.full((1, 128, 8), 130, np.uint8))
     x = jnp.asarray([[4.0], [-4.0]], jnp.bfloat16) * jnp.ones((2, 256), jnp.bfloat16)
-    block = Blocks(rows=16, x_rows=16, columns=128, slab=128, generation=6)
+    block = Blocks(rows=16, x_rows=16, columns=128, slab=128, generation=6, cores=1)
     got = compiled(block)(x, gate, gate, jnp.array([2], jnp.int32))
     np.testing.assert_array_equal(wide(got), np.array([[99.5], [0.0]]) * np.ones((2, 128)))
 
@@ -105,7 +104,7 @@ def test_mxfp8_rows_are_widened_exactly():
     x = rng.integers(-8, 9, (N, long)) * np.exp2(np.arange(long) // 32 % 5)
     pair = experts.to_mxfp8(jnp.asarray(x, jnp.bfloat16))
     assert len(np.unique(pair[1])) > 4
-    block = Blocks(rows=32, x_rows=64, columns=width, slab=256, generation=6)
+    block = Blocks(rows=32, x_rows=64, columns=width, slab=256, generation=6, cores=1)
     run = partial(mxfp4.grouped_matmul_mxfp4, blocks=block, interpret=INTERPRET)
     got = run(pair, *from_released(packed, scales), jnp.array([45]), out_dtype=jnp.float32)
     np.testing.assert_array_equal(got, product(x, w, [45]))
@@ -194,25 +193,15 @@ def test_each_shard_has_its_own_rows_and_experts():
         np.testing.assert_allclose(got[mine], want, **ROUNDED)
 
 
-MIB = 1 << 20
-
-
 @pytest.mark.parametrize("is_mxfp8", [False, True], ids=["bfloat16", "mxfp8"])
 @pytest.mark.parametrize("n", [1, 14, 112, 896, 14 * 512, 14 * 2048])
-@pytest.mark.parametrize(
-    "generation, vmem, mxu",
-    [(5, 64, 128), (6, 128, 256), (7, 64, 256)],
-    ids=["v5p", "v6e", "tpu7x"],
-)
-def test_blocks_of_the_released_size_fit_the_chips(generation, vmem, mxu, n, is_mxfp8):
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_blocks_of_the_released_size_fit_the_chips(chip, n, is_mxfp8):
     """Both matrices are held; an E4M3 tile has 32 rows."""
-    chip = SimpleNamespace(
-        generation=generation, vmem_capacity_bytes=vmem * MIB, mxu_column_size=mxu
-    )
     got = mxfp4.choose(n, 14, 3584, 3072, 2, chip, 2, is_mxfp8)
     assert got.columns >= 1024 and got.rows % (32 if is_mxfp8 else 16) == 0
     need = mxfp4.vmem_bytes(got.rows, got.x_rows, got.columns, 3584, 2, 2, is_mxfp8)
-    assert need <= vmem * MIB * 3 // 4
+    assert need <= chip.vmem_capacity_bytes * 3 // 4
 
 
 def arguments():

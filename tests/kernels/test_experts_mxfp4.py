@@ -1,7 +1,6 @@
 """Grouped matmul with packed MXFP4 weights: the TPU kernel, interpreted, and its definition."""
 
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxfp4_inputs import INTERPRET, SIZES, E, F, L, N, product, rows
+from mxfp4_inputs import CHIPS, INTERPRET, SIZES, E, F, L, N, product, rows
 
 from k3_jax.quant import mxfp4 as released
 from pallas_kernels import experts
@@ -20,8 +19,8 @@ from pallas_kernels.experts.mxfp4 import Blocks, from_released, grouped_matmul_m
 # Two column blocks, two slabs; x by blocks of 16 rows on a chip with bfloat16 vectors, or whole in
 # one of 32 (50 rows are one full and one partial block) on a chip without.
 BLOCKS = {
-    "x by blocks, v6e": Blocks(rows=16, x_rows=16, columns=128, slab=128, generation=6),
-    "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5),
+    "x by blocks, v6e": Blocks(rows=16, x_rows=16, columns=128, slab=128, generation=6, cores=1),
+    "x whole, v5p": Blocks(rows=32, x_rows=64, columns=128, slab=128, generation=5, cores=2),
 }
 # float32 sums of 512 products (exact in float32) against float64: results reach 150, so that each
 # of the 512 roundings is up to 150 x 2^-24 = 9e-6, and 23 of them (the root of 512) 2e-4.
@@ -72,7 +71,7 @@ def test_fewer_rows_than_a_tile(n):
     """Decode: what lies beyond the last row is never seen."""
     packed, scales, w = draw(1)
     sizes = [0, n - n // 2, 0, n // 2]
-    block = Blocks(rows=16, x_rows=16, columns=256, slab=256, generation=6)
+    block = Blocks(rows=16, x_rows=16, columns=256, slab=256, generation=6, cores=1)
     got = compiled(block)(rows(n), *from_released(packed, scales), jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(got, product(rows(n), w, sizes), **TIGHT)
 
@@ -85,7 +84,7 @@ def test_widening_is_exact_for_every_code_and_every_scale_from_2_to_240(generati
     w = released.unpack(packed, scales, np.float64).swapaxes(1, 2)
     kernel_bytes = from_released(packed, scales)
     assert len(np.unique(packed & 15)) == len(np.unique(packed >> 4)) == 16
-    block = Blocks(rows=256, x_rows=256, columns=256, slab=128, generation=generation)
+    block = Blocks(rows=256, x_rows=256, columns=256, slab=128, generation=generation, cores=1)
     eye = jnp.eye(256, dtype=jnp.bfloat16)
     got = compiled(block)(eye, *kernel_bytes, jnp.array([256], jnp.int32))
     np.testing.assert_array_equal(got, w[0])
@@ -96,7 +95,7 @@ def test_scales_beyond_the_exact_range_stay_finite():
     """Larger ones act as 240; smaller ones give at most their own tiny value, or 0."""
     packed, scales, _ = draw(3, E=1, L=256, F=128)
     scales[:] = np.resize(np.array([0, 1, 241, 254, 255], np.uint8), scales.shape)
-    block = Blocks(rows=256, x_rows=256, columns=128, slab=128, generation=6)
+    block = Blocks(rows=256, x_rows=256, columns=128, slab=128, generation=6, cores=1)
     eye = jnp.eye(256, dtype=jnp.bfloat16)
     got = compiled(block)(eye, *from_released(packed, scales), jnp.array([256], jnp.int32))
     tiny = np.repeat(scales[0].T < 2, 32, axis=0)
@@ -189,7 +188,7 @@ def test_each_shard_multiplies_its_own_rows_with_its_own_experts():
     mesh = jax.make_mesh((2,), ("expert",), (AxisType.Explicit,), devices=jax.devices()[:2])
     packed, scales, w = draw(8)
     sizes = np.array([7, 0, 5, 13], np.int32)
-    block = Blocks(rows=16, x_rows=32, columns=256, slab=256, generation=6)
+    block = Blocks(rows=16, x_rows=32, columns=256, slab=256, generation=6, cores=1)
     # The race detector holds one kernel's state for the whole process, not one per device.
     run = partial(
         grouped_matmul_mxfp4, out_dtype=jnp.float32, blocks=block, interpret=pltpu.InterpretParams()
@@ -204,21 +203,7 @@ def test_each_shard_multiplies_its_own_rows_with_its_own_experts():
     np.testing.assert_allclose(got[half:], product(rows(N)[half:], w[2:], sizes[2:]), **TIGHT)
 
 
-MIB = 1 << 20
-
-
-def chip_of(generation, vmem, mxu):
-    """What the choice of blocks asks a `TpuInfo` for."""
-    return SimpleNamespace(
-        generation=generation, vmem_capacity_bytes=vmem * MIB, mxu_column_size=mxu
-    )
-
-
-@pytest.mark.parametrize(
-    "generation, vmem, mxu",
-    [(5, 64, 128), (6, 128, 256), (7, 64, 256)],
-    ids=["v5p", "v6e", "tpu7x"],
-)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize(
     "n, rows_of",
     [
@@ -232,15 +217,15 @@ def chip_of(generation, vmem, mxu):
     ids=["1", "14", "112", "896", "7168", "28672"],
 )
 @pytest.mark.parametrize("width, out", [(3584, 3072), (3072, 3584)], ids=["gate", "down"])
-def test_blocks_of_the_released_size_fit_the_chips(width, out, n, rows_of, generation, vmem, mxu):
+def test_blocks_of_the_released_size_fit_the_chips(width, out, n, rows_of, chip):
     """Full size without memory. Two column blocks, one for each core of a v5p."""
-    chip = chip_of(generation, vmem, mxu)
     got = mxfp4.choose(n, 14, width, out, 4, chip)
-    assert got.columns * 2 == out and got.slab == 256 and got.generation == generation
-    assert got.rows == rows_of(mxu) and got.x_rows % got.rows == 0
-    assert got.x_rows >= n or n * width * 2 > 8 * MIB
+    assert got.columns * 2 == out and got.slab == 256 and got.generation == chip.generation
+    assert got.rows == rows_of(chip.mxu_column_size) and got.x_rows % got.rows == 0
+    assert got.x_rows >= n or n * width * 2 > mxfp4.SMALL_X
+    assert got.reads_of_x(n, out) == (chip.num_cores if got.x_rows >= n else 2)
     need = mxfp4.vmem_bytes(got.rows, got.x_rows, got.columns, width, 4)
-    assert need <= vmem * MIB * 3 // 4
+    assert need <= chip.vmem_capacity_bytes * 3 // 4
 
 
 @pytest.mark.parametrize(
@@ -269,7 +254,7 @@ def test_what_does_not_fit_is_refused_with_numbers(change, message):
 
 
 def test_sizes_no_block_can_take_are_refused_with_numbers():
-    chip = chip_of(7, 64, 256)
+    chip = CHIPS["tpu7x"]
     with pytest.raises(ValueError, match="L=320 must be a multiple of 256 and F=256 of 128"):
         mxfp4.choose(8, 1, 320, 256, 2, chip)
     with pytest.raises(ValueError, match="L=131072 and 128 columns need"):

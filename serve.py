@@ -23,6 +23,7 @@ from k3_jax import compile_only
 from k3_jax.checkpoint.load import open_checkpoint
 from k3_jax.checkpoint.store import CheckpointError
 from k3_jax.checks import check_serving
+from k3_jax.logs import quiet_libraries
 from k3_jax.serving.engine import Engine
 from k3_jax.serving.jobs import FORMATS, Output, Reader
 from k3_jax.serving.lines import answer_lines, score_lines
@@ -81,8 +82,7 @@ def main(argv):
 
     # Prompts, mesh, and which of the prompts have their line already.
     checkpoint = open_checkpoint(CHECKPOINT.value, *weights)
-    spec = TOKENIZER.value or checkpoint.tokenizer
-    tokenizer = load_tokenizer(spec) if spec else None
+    tokenizer = load_tokenizer(spec) if (spec := TOKENIZER.value or checkpoint.tokenizer) else None
     reader = Reader(tokenizer, checkpoint.config.vocab_size, checkpoint.eos_ids, settings)
     if PROMPTS.value is None:
         requests = [reader.text(text, i) for i, text in enumerate(PROMPT.value)]
@@ -110,7 +110,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.WARNING)
+    quiet_libraries()
     try:
         app.run(main)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ import sys
 from contextlib import closing
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 
 from k3_jax import compile_only
@@ -26,6 +26,7 @@ from k3_jax.data import StagedLoader, heldout_batches
 from k3_jax.evaluate import HeldOut
 from k3_jax.goodput import Clock
 from k3_jax.health import Health
+from k3_jax.logs import quiet_libraries
 from k3_jax.lora.adapters import whole
 from k3_jax.lora.frozen import open_base
 from k3_jax.metrics import Metrics
@@ -181,5 +182,5 @@ def parse_flags(argv):
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.WARNING)  # the libraries tell of every file they write
+    quiet_libraries()
     app.run(main, flags_parser=parse_flags)

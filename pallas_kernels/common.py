@@ -46,12 +46,12 @@ def automatic(what: str, elsewhere: str, *, tpu="pallas", gpu="", obstacle="") -
 
     Each choice is told in the log once, with the obstacle where that decided.
     """
-    return _told(what, platform(), tpu, gpu, elsewhere, obstacle)
+    here = platform()
+    impl = {"tpu": "" if obstacle else tpu, "gpu": gpu}.get(here) or elsewhere
+    _tell(what, here, impl, f": {obstacle}" if here == "tpu" and obstacle else "")
+    return impl
 
 
 @cache
-def _told(what, platform, tpu, gpu, elsewhere, obstacle):
-    impl = {"tpu": "" if obstacle else tpu, "gpu": gpu}.get(platform) or elsewhere
-    reason = f": {obstacle}" if platform == "tpu" and obstacle else ""
+def _tell(what, platform, impl, reason):
     logging.getLogger(__name__).info("%s on %s: %s%s", what, platform, impl, reason)
-    return impl

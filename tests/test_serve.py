@@ -277,6 +277,7 @@ def test_the_program_answers_a_file_and_continues_where_it_was_cut(tmp_path, eng
     done = serve(*flags, cache=tmp_path / "cache")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "3 rows, 7 tokens" in done.stderr and done.stdout == ""
+    assert done.stderr.count("KDA on cpu: chunked") == 1  # which form runs
     whole = out.read_text().splitlines(keepends=True)
     rows = {row["index"]: row for row in map(json.loads, whole)}
     assert [rows[i]["finish_reason"] for i in range(3)] == ["length", "error", "length"]

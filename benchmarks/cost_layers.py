@@ -28,8 +28,11 @@ from k3_jax.layers.moe import Moe, permute
 from k3_jax.layers.moe import spread as spread_rows
 from k3_jax.state import Rows
 from pallas_kernels import attn_res
-from pallas_kernels.conv import mosaic_kernels as conv_kernels
+from pallas_kernels.conv import mosaic as conv
+from pallas_kernels.conv import mosaic_kernels as conv_bodies
 from pallas_kernels.conv import short_conv
+from pallas_kernels.kda import _documents
+from pallas_kernels.kda.mosaic import mask_rows
 from pallas_kernels.mla import absorbed_attention
 from pallas_kernels.top_k import top_k as choose
 from sharding import make_mesh
@@ -238,16 +241,11 @@ def combine(_):
     return Case(fn, args, 2 * L * t * (1 + A) + 8 * t * A, times=PIECES)
 
 
-def convs(backward, impl="reference", chunks="plain"):
-    """The three short convolutions: read once, written once; backward also dy in and du out.
-
-    The profiler adds up both arms of a branch, so chunks of the kernel are either all without
-    beginnings of documents and pads or all "masked".
-    """
-    conv_kernels.per_chunk = lambda plain, index, run: run(chunks == "masked")
+def convs(backward):
+    """The three short convolutions: read once, written once; backward also dy in and du out."""
 
     def fn(u, taps, history, segments):
-        return short_conv(u, taps, history, segments, impl=impl)[0]
+        return short_conv(u, taps, history, segments, impl="reference")[0]
 
     # One of the three and half of its tokens.
     u = S((1, T // 2, H * 128), BF16)
@@ -255,6 +253,33 @@ def convs(backward, impl="reference", chunks="plain"):
     if not backward:
         return Case(fn, args, 2 * 2 * u.size, times=6)
     return Case(both(fn, 3), (u, *args), 5 * 2 * u.size, times=6)
+
+
+def conv_kernels(backward, chunks="plain"):
+    """The same by the kernels, without the masks, which `documents` has.
+
+    The profiler adds up both arms of a branch, so chunks are either all without beginnings of
+    documents and pads or all "masked".
+    """
+    conv_bodies.per_chunk = lambda plain, index, run: run(chunks == "masked")
+
+    def fn(plain, mask, u, dy, taps, history):
+        y = conv.forward(plain, mask, u, taps, history)
+        return (y, conv.backward(plain, mask, u, dy, taps, history)) if backward else y
+
+    n, X = T // 2 // conv_bodies.CHUNK, H * 128
+    u, taps, history = S((1, T // 2, X), BF16), S((4, X), F32), S((1, 2, 8, X), F32)
+    args = (S((1, n), I32), S((1, n, conv_bodies.MASKS, 128), F32), u, u, taps, history)
+    return Case(fn, args, (5 if backward else 2) * 2 * u.size, times=6)
+
+
+def documents(backward):
+    """What the kernels of a KDA layer are told of documents and pads, from segments."""
+
+    def fn(segments):
+        return conv.masks(segments), mask_rows(_documents(segments), segments != 0)
+
+    return Case(fn, (S((1, T), I32),), T * 4 + T * (8 + 8) * 4)
 
 
 def layer(make, products, moved, experts, backward):
@@ -346,6 +371,8 @@ PARTS = {
     "spread": spread,
     "combine": combine,
     "convs": convs,
+    "conv_kernels": conv_kernels,
+    "documents": documents,
     "layer_kda": functools.partial(layer, Kda, KDA_PRODUCTS, IN_AND_OUT, E),
     "layer_mla": functools.partial(layer, Mla, MLA_PRODUCTS, IN_AND_OUT, E),
     "layer_moe": functools.partial(layer, Moe, MOE_PRODUCTS, MOE_MOVED, LOCAL_EXPERTS),
@@ -360,7 +387,8 @@ CASES = {
     "chosen_scores": BOTH,
     "spread": BOTH,
     "combine": FORWARD,
-    **dict.fromkeys(("convs", "convs pallas", "convs pallas masked"), BOTH),
+    **dict.fromkeys(("convs", "conv_kernels", "conv_kernels masked"), BOTH),
+    "documents": FORWARD,
     **dict.fromkeys(("layer_kda", "layer_mla", "layer_moe"), BOTH),
 }
 

@@ -8,17 +8,14 @@ count for v6e and tpu7x leaves out the weights and is printed only.
 so that the kernel's own body runs on fixed ones, where each visit of a block of rows has a new
 expert (which unpacks weights) or the same one. A product of N rows makes at least N / block visits
 (`aligned` groups) and at most 13 more (`ragged`, groups that end anywhere). The same schedule with
-bfloat16 weights, and the floor of bfloat16 (bytes, or the matrix units' peak), stand beside.
+bfloat16 weights, our own kernel for those (`bf16_kernel`, see `cost_grouped`), and the floor of
+bfloat16 (bytes, or the matrix units' peak), stand beside.
 
 `glu` is gate, up and SiTU-GLU in one call beside two products and the activation, which is counted
 as moving its three arrays and nothing else; `mxfp8_us` is the one call with MXFP8 rows. On a tpu7x
 the profiler cannot walk the activation between the products: there the two sums are only added,
 and the activation is the whole of its transcendentals, as if none hid behind the matrix unit.
 `ffn` is an expert's FFN as it is served: that call and the product `down`, in one program.
-
-`training` is the bfloat16 product that is differentiated, in ragged groups: forward, the gradients
-of x and of the weights, and all three. The floors are the products' at the matrix units' peak, or
-each array's one way between HBM and chip where that is more.
 """
 
 import dataclasses
@@ -29,20 +26,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks.tpucost import CHIPS, answer, ask, figures, line_through, row, target, tpu_cost
-from pallas_kernels.experts import mosaic, mxfp4
+from benchmarks import cost_grouped
+from benchmarks.cost_grouped import PROFILED, SIZES, Table, cycles_of, expert, full_visits
+from benchmarks.tpucost import CHIPS, answer, ask, figures, row, target, tpu_cost
+from pallas_kernels.experts import mxfp4
 from pallas_kernels.experts.mxfp8 import E4M3
 from pallas_kernels.situ import situ_glu
 
 BF16, U8 = jnp.bfloat16, jnp.uint8
 E = 14
-SIZES = {"gate, up": (3584, 3072), "down": (3072, 3584)}
 PER_EXPERT = {"gate, up": (1, 8, 64, 512), "down": (64, 512)}
-TRAINED = (("gate, up", 14), ("down", 14), ("gate, up", 112))  # experts
-TRAINED_ROWS = 131072  # 8192 tokens and their 16 experts
 BETAS = {"beta": 4.0, "linear_beta": 25.0}
 TRANSCENDENTALS = 4  # tanh, tanh, and a sigmoid's exponential and reciprocal
-PROFILED = (2, 4)  # visits
 
 
 def rows(chips):
@@ -57,9 +52,6 @@ def rows(chips):
         for t in PER_EXPERT["gate, up"]:
             labels = {"chip": chip, "part": "glu", "matrix": "gate, up", "tokens": t}
             yield row(labels, functools.partial(glu, chip, t, *SIZES["gate, up"]))
-        for matrix, experts in TRAINED:
-            labels = {"chip": chip, "part": "training", "matrix": matrix, "experts": experts}
-            yield row(labels, functools.partial(training, chip, experts, *SIZES[matrix]))
 
 
 def moved(chip, t, L, F):
@@ -82,6 +74,7 @@ def times(chip, t, L, F):
     found["bf16_ragged_no_wait_us"] = r["us"]
     floor = bf16_bytes(N, L, F) / CHIPS[chip].bandwidth
     found["bf16_floor_us"] = max(floor, 2 * N * L * F / CHIPS[chip].flops) * 1e6
+    found["bf16_kernel_ragged_us"] = cost_grouped.times(chip, N, E, L, F, ["forward"])["forward"]
     found["ragged_over_bf16"] = found["mxfp4_ragged_us"] / found["bf16_ragged_us"]
     return found
 
@@ -106,40 +99,9 @@ def glu(chip, t, L, F):
     return found | asked
 
 
-def training(chip, experts, L, F):
-    """Microseconds of each product, of all, and what they are of their floors."""
-    size = {"chip": chip, "t": experts, "L": L, "F": F}
-    asked = ask("benchmarks.cost_mxfp4", profile=True, what="trained", **size)
-    N, weights = TRAINED_ROWS, 2 * experts * L * F
-    least = max(
-        (2 * N * (L + F) + weights) / CHIPS[chip].bandwidth, 2 * N * L * F / CHIPS[chip].flops
-    )
-    found, both_us = {"rows": N, "floor_us": least * 1e6}, 0.0
-    for name, of in asked.items():
-        visits = -(-N // of["block_rows"]) + experts - 1
-        cycles = cycles_of(of["cycles"], visits, experts)
-        us = figures(chip, cycles, 2 * N * of["columns_moved"] + weights)["us"]
-        found |= {f"{name}_us": us, f"{name}_over_floor": us / found["floor_us"]}
-        both_us += us
-    found |= {"all_us": both_us, "all_over_floor": both_us / 3 / found["floor_us"]}
-    return found | ask("benchmarks.cost_mxfp4", profile=False, what="trained_full", **size)
-
-
-def cycles_of(of_visits, visits, new):
-    """Cycles of a product in which `new` of the visits bring another expert.
-
-    of_visits: {"new": [cycles of 2 visits, of 4], "same": the same with one expert throughout}.
-    """
-    low, high = PROFILED
-    each, again = ((y[1] - y[0]) / (high - low) for y in (of_visits["new"], of_visits["same"]))
-    before = max(0.0, line_through(low, of_visits["new"][0], high, of_visits["new"][1], 0))
-    return before + new * each + (visits - new) * again
-
-
 def cost(what, chip, t, L, F):
     """In a process of its own: bytes at full size, or cycles of visits. t: rows or experts."""
     found = {"full": full, "visits": visit_cycles, "glu": glu_cycles, "glu_full": glu_full}
-    found |= {"trained": trained_cycles, "trained_full": trained_full}
     return found[what](chip, t, L, F)
 
 
@@ -226,103 +188,6 @@ def glu_cycles(chip, t, L, F):
     return found
 
 
-def trained_cycles(chip, experts, L, F):
-    """Cycles of the three products' visits, and the columns of x, dy and y that they move."""
-    with target(chip):
-        limits = mosaic.limits_of(pltpu.get_tpu_info())
-    rows = mosaic.choose_rows(TRAINED_ROWS, experts, limits)
-    to_F, to_L = (mosaic.choose_columns(rows, *kn, 2, 2, limits) for kn in ((L, F), (F, L)))
-    inputs, columns = mosaic.choose_tile(rows, L, F, 2, limits)
-    products = {
-        "forward": (functools.partial(fixed_times, mosaic.TIMES, to_F), L * (F // to_F) + F),
-        "dx": (functools.partial(fixed_times, mosaic.TIMES_TRANSPOSED, to_L), F * (L // to_L) + L),
-        "dw": (
-            functools.partial(fixed_outer, inputs, columns),
-            L * (F // columns) + F * (L // inputs),
-        ),
-    }
-    return {
-        name: {
-            "block_rows": rows,
-            "columns_moved": moved,
-            "cycles": {
-                visit: [tpu_cost(*make(rows, L, F, n, is_new), chip)["cycles"] for n in PROFILED]
-                for visit, is_new in (("new", True), ("same", False))
-            },
-        }
-        for name, (make, moved) in products.items()
-    }
-
-
-def trained_full(chip, experts, L, F):
-    """That forward and backward compile, and what they hold beside arguments and results."""
-    shape, N = jax.ShapeDtypeStruct, TRAINED_ROWS
-
-    def step(x, w, sizes, dy):
-        y, pull = jax.vjp(lambda x, w: mosaic.grouped_matmul(x, w, sizes, BF16), x, w)
-        return y, pull(dy)
-
-    w, sizes = shape((experts, L, F), BF16), shape((experts,), jnp.int32)
-    r = tpu_cost(step, (shape((N, L), BF16), w, sizes, shape((N, F), BF16)), chip)
-    return {name: r[name] for name in ("temp_bytes", "compile_s")}
-
-
-def fixed_times(contract, columns, rows, L, F, visits, is_new):
-    """x w, or dy w^T, on full blocks; see `fixed_mxfp4`."""
-    K, M = (L, F) if contract == mosaic.TIMES else (F, L)
-    kernel = functools.partial(mosaic._times_kernel, rows=rows, contract=contract)
-    if contract == mosaic.TIMES:
-        of_expert = pl.BlockSpec((None, K, columns), lambda m, v: (expert(v, is_new), 0, m))
-    else:
-        of_expert = pl.BlockSpec((None, columns, K), lambda m, v: (expert(v, is_new), m, 0))
-    shape = jax.ShapeDtypeStruct
-    call = pl.pallas_call(
-        lambda *refs: kernel(*map(Table, full_visits(rows, is_new)), *refs),
-        grid=(M // columns, visits),
-        in_specs=[pl.BlockSpec((rows, K), lambda m, v: (v, 0)), of_expert],
-        out_specs=pl.BlockSpec((rows, columns), lambda m, v: (v, m)),
-        out_shape=shape((visits * rows, M), BF16),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=mosaic.times_bytes(rows, K, columns, 2, 2) * 4 // 3,
-        ),
-    )
-    weights = shape((visits if is_new else 1, L, F), BF16)
-    return call, (shape((visits * rows, K), BF16), weights)
-
-
-def fixed_outer(inputs, columns, rows, L, F, visits, is_new):
-    """x^T dy on full blocks; see `fixed_mxfp4`."""
-    kernel = functools.partial(mosaic._outer_kernel, rows=rows)
-    shape = jax.ShapeDtypeStruct
-    call = pl.pallas_call(
-        lambda *refs: kernel(*map(Table, full_visits(rows, is_new)), *refs),
-        grid=(L // inputs, F // columns, visits),
-        in_specs=[
-            pl.BlockSpec((rows, inputs), lambda i, f, v: (v, i)),
-            pl.BlockSpec((rows, columns), lambda i, f, v: (v, f)),
-        ],
-        out_specs=pl.BlockSpec((None, inputs, columns), lambda i, f, v: (expert(v, is_new), i, f)),
-        out_shape=shape((visits if is_new else 1, L, F), BF16),
-        scratch_shapes=[pltpu.VMEM((inputs, columns), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=mosaic.outer_bytes(rows, inputs, columns, 2) * 4 // 3,
-        ),
-    )
-    return call, (shape((visits * rows, L), BF16), shape((visits * rows, F), BF16))
-
-
-class Table:
-    """A prefetched table that is a known function of the visit."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __getitem__(self, visit):
-        return self.function(visit)
-
-
 def fixed_mxfp4(blocks, L, F, visits, is_new, *, matrices=1, is_mxfp8=False, finish=None):
     """The kernel's own body on full blocks; each visit with its own expert, or all with one."""
     rows = blocks.rows
@@ -347,20 +212,6 @@ def fixed_bf16(blocks, L, F, visits, is_new):
         y[...] = jnp.dot(x[...], w[...], preferred_element_type=jnp.float32).astype(y.dtype)
 
     return _on_schedule(kernel, blocks, ((L, BF16),), F, visits, is_new, ((L, BF16),), (), 60 << 20)
-
-
-def full_visits(rows, is_new):
-    """Expert, block, first and end row of each visit."""
-    return (
-        lambda v: expert(v, is_new),
-        lambda v: v,
-        lambda v: v * rows,
-        lambda v: v * rows + rows,
-    )
-
-
-def expert(visit, is_new):
-    return visit if is_new else 0 * visit
 
 
 def _on_schedule(kernel, blocks, x, F, visits, is_new, weights, scratch, vmem):

@@ -6,9 +6,9 @@
 prints one table a section and saves all rows in benchmarks/results/kernels.json after each of them,
 so that a run may be stopped; what it did not reach stays as the last run left it. Sections: `kda`,
 the chunked forward and backward, beside public kernels where those are installed; `mla`, attention;
-`decode`; `situ`;
-`mxfp4`, the grouped expert matmul; `layers`, whole layers and what XLA makes of them. `tpucost`
-says what these figures are and how far to trust them; nothing here is measured.
+`decode`; `situ`; `mxfp4` and `grouped`, the experts' matmul, packed to be served and in bfloat16 to
+be trained; `layers`, whole layers and what XLA makes of them. `tpucost` says what these figures are
+and how far to trust them; nothing here is measured.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks import (
     cost_decode,
+    cost_grouped,
     cost_kda,
     cost_layers,
     cost_mla,
@@ -30,7 +31,7 @@ from benchmarks import (
 from benchmarks.tpucost import check_chips, versions
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
-SECTIONS = ("kda", "mla", "decode", "situ", "mxfp4", "layers")
+SECTIONS = ("kda", "mla", "decode", "situ", "mxfp4", "grouped", "layers")
 
 
 def rows_of(section, chips, peer_python):
@@ -40,7 +41,7 @@ def rows_of(section, chips, peer_python):
         yield from cost_peers.rows(chips, peer_python)
         return
     of = {"mla": cost_mla, "decode": cost_decode, "situ": cost_situ}
-    of |= {"mxfp4": cost_mxfp4, "layers": cost_layers}
+    of |= {"mxfp4": cost_mxfp4, "grouped": cost_grouped, "layers": cost_layers}
     yield from of[section].rows(chips)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import cost_decode, cost_kda, cost_mxfp4, kernels, tpucost
+from benchmarks import cost_decode, cost_grouped, cost_kda, kernels, tpucost
 from k3_jax import hlo
 
 BIG = "f32[256,1024]{1,0:T(8,128)}"  # 1 MiB
@@ -95,7 +95,7 @@ def test_decode_cycles_at_the_profiled_sizes_are_the_profiled_ones():
 def test_visits_with_the_same_expert_cost_their_own_slope():
     """Six cycles before, 10 for each new expert, 3 for each further visit."""
     visits = {"new": [26, 46], "same": [12, 18]}
-    assert cost_mxfp4.cycles_of(visits, visits=20, new=14) == 6 + 14 * 10 + 6 * 3
+    assert cost_grouped.cycles_of(visits, visits=20, new=14) == 6 + 14 * 10 + 6 * 3
 
 
 def test_a_program_is_its_kernels_and_what_lies_around_them():

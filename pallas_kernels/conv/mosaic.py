@@ -8,7 +8,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.conv import mosaic_kernels as kernels
-from pallas_kernels.conv.mosaic_kernels import CHUNK, F32, LANES, MASKS, ROWS, TAPS, WORDS, Plan
+from pallas_kernels.conv.mosaic_kernels import (
+    BF16,
+    CHUNK,
+    F32,
+    LANES,
+    MASKS,
+    ROWS,
+    TAPS,
+    WORDS,
+    Plan,
+)
 from pallas_kernels.conv.reference import convolve, first_segment
 
 VMEM_LIMIT = 60 << 20
@@ -85,25 +95,29 @@ def masks(segments_BT):
     Masks of 0 and 1, [B, chunks, 16, 128] with rows as listed in `mosaic_kernels`; whether a chunk
     needs none of those for the forward kernel, [B, chunks] of 0 and 1; whether it needs none.
     """
-    B, T = segments_BT.shape
-    n, real_BT = TAPS - 1, segments_BT != 0
-    history = jnp.broadcast_to(first_segment(segments_BT), (B, n))
-    line = jnp.concatenate([history, jnp.where(real_BT, segments_BT, -1)], 1)
-    lags = range(1, TAPS)
-    before = [(line[:, n - j : n - j + T] == segments_BT) & real_BT for j in lags]
+    (B, T), n = segments_BT.shape, TAPS - 1
+    # Each chunk with n tokens before and after it, so that whole registers are compared.
+    ids = jnp.pad(segments_BT, ((0, 0), (0, -T % CHUNK))).reshape(B, -1, CHUNK)
+    history = jnp.broadcast_to(first_segment(segments_BT)[:, None], (B, 1, n))
+    left = jnp.concatenate([history, ids[:, :-1, -n:]], 1)
+    right = jnp.pad(ids[:, 1:, :n], ((0, 0), (0, 1), (0, 0)))
+    line, token = jnp.concatenate([left, ids, right], 2), jnp.arange(ids[0].size).reshape(-1, CHUNK)
+    real, lags = ids != 0, range(1, TAPS)
+    before = [(line[:, :, n - j : n - j + CHUNK] == ids) & real for j in lags]
     # What stands j behind sees a token if that is what it has j before. Behind the row: nothing.
-    behind = [jnp.pad(x[:, j:], ((0, 0), (0, min(j, T))), constant_values=True)
-              for j, x in zip(lags, before, strict=True)]  # fmt: skip
-    pairs = [
-        jnp.pad(x, ((0, 0), (0, -T % CHUNK))).reshape(B, -1, WORDS, 2)
-        for x in (real_BT, *before, *behind)
-    ]
-    real, before, behind = pairs[0], pairs[1:TAPS], pairs[TAPS:]
-    rows = [x[..., p] for xs in ([real], before, behind) for p in (0, 1) for x in xs]
-    rows += [jnp.ones_like(rows[0])] * (MASKS - len(rows))
-    mask = jnp.stack(rows, 2)
-    plain = [jnp.all(x, (2, 3)).astype(jnp.int32) for x in (mask[:, :, : kernels.LOOK_BACK], mask)]
-    return mask.astype(F32), *plain
+    behind = [(line[:, :, n + j : n + j + CHUNK] == ids) & real | (token + j >= T) for j in lags]
+    seen = jnp.stack([real, *before, *(x & (token < T) for x in behind)], 2)
+    plain = [jnp.all(x, (2, 3)).astype(jnp.int32) for x in (seen[:, :, :TAPS], seen)]
+    place, word = jnp.arange(CHUNK)[:, None], jnp.arange(WORDS)
+    # Even and odd tokens by products with ones and zeros: strided lanes are slow.
+    even, odd = (
+        jnp.einsum("bcmt,tw->bcmw", seen.astype(BF16), (place == 2 * word + p).astype(BF16))
+        for p in (0, 1)
+    )
+    parts = slice(0, 1), slice(1, TAPS), slice(TAPS, 2 * TAPS - 1)
+    rows = [x[:, :, part] for part in parts for x in (even, odd)]
+    rows.append(jnp.zeros((B, ids.shape[1], MASKS - 2 * seen.shape[2], WORDS), BF16))
+    return jnp.concatenate(rows, 2).astype(F32), *plain
 
 
 def specs(plan, n_t, reverse):

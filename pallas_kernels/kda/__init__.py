@@ -123,10 +123,26 @@ def _documents(segments_BT):
 
     A pad belongs to the document before it, so that no pad begins or ends one.
     """
-    seen_BT = jax.lax.associative_scan(lambda a, b: jnp.where(b == 0, a, b), segments_BT, axis=1)
+    seen_BT = _last_real(segments_BT)
     before_BT = jnp.pad(seen_BT[:, :-1], ((0, 0), (1, 0)))
     begins_BT = (before_BT != 0) & (seen_BT != before_BT)
     return jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
+
+
+def _last_real(segments_BT):
+    """The segment of the last real token up to each one, 0 where there is none.
+
+    A running maximum of positions, each with a part of its token's segment in the bits below: a TPU
+    takes a tenth of the time of a scan that chooses between segments.
+    """
+    T = segments_BT.shape[1]
+    bits = 31 - (T - 1).bit_length()
+    low, position_T = (1 << bits) - 1, jnp.arange(T, dtype=jnp.int32) << bits
+    parts_nBT = jnp.stack([segments_BT >> at & low for at in range(0, 32, bits)])
+    last_nBT = jax.lax.cummax(jnp.where(segments_BT != 0, position_T | parts_nBT, 0), axis=2)
+    return sum(
+        (last_BT & low) << at for last_BT, at in zip(last_nBT, range(0, 32, bits), strict=True)
+    )
 
 
 def _check(q_BTHk, k_BTHk, v_BTHv, g_BTHk, beta_BTH, state_BHkv, segments_BT):

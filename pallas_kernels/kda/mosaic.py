@@ -97,7 +97,7 @@ def mask_rows(docs_BT, real_BT):
 
     Rows: 0 document number; 1 whether the state before the chunk reaches the token; 2 whether the
     token's write is left at the chunk's end; 3 whether the state before is; 4 whether the token is
-    real.
+    real; 5 whether all of the chunk's are.
     """
     B, T = docs_BT.shape
     docs = docs_BT.reshape(B, T // CHUNK, CHUNK)
@@ -105,8 +105,9 @@ def mask_rows(docs_BT, real_BT):
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0), (0, 0)))
     keep = jnp.broadcast_to(before == last, docs.shape)
     real = real_BT.reshape(docs.shape)
-    rows = [x.astype(F32) for x in (docs, docs == before, docs == last, keep, real)]
-    return jnp.stack(rows + [jnp.zeros_like(rows[0])] * 3, 2)
+    whole = jnp.broadcast_to(real.all(-1, keepdims=True), docs.shape)
+    rows = [x.astype(F32) for x in (docs, docs == before, docs == last, keep, real, whole)]
+    return jnp.stack(rows + [jnp.zeros_like(rows[0])] * 2, 2)
 
 
 def by_heads(beta_BTH, heads):

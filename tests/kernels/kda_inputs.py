@@ -12,18 +12,22 @@ BOUND = -5.0
 NAMES = ("q", "k", "v", "logit", "beta", "a_log", "bias", "state")
 
 
-def projected(T, seed=0, B=1, H=1, d=128, dtype=jnp.bfloat16, decay=0.0):
-    """Normal inputs; `decay` shifts the gate's logits: -12 nearly keeps, 12 nearly forgets."""
+def projected(T, seed=0, B=1, H=1, d=128, dtype=jnp.bfloat16, decay=0.0, V=None):
+    """Normal inputs, K = d and V = d if None.
+
+    `decay` shifts the gate's logits: -12 nearly keeps, 12 nearly forgets.
+    """
     r = np.random.default_rng(seed)
 
     def normal(*shape):
         return r.standard_normal(shape).astype(np.float32)
 
-    x = {name: jnp.asarray(normal(B, T, H, d), dtype) for name in ("q", "k", "v")}
+    widths = {"q": d, "k": d, "v": V or d}
+    x = {name: jnp.asarray(normal(B, T, H, width), dtype) for name, width in widths.items()}
     x["logit"] = jnp.asarray(normal(B, T, H, d) + decay, dtype)
     x["beta"] = jnp.asarray(normal(B, T, H), dtype)
     x["a_log"], x["bias"] = jnp.asarray(0.1 * normal(H)), jnp.asarray(0.1 * normal(H, d))
-    x["state"] = jnp.asarray(0.3 * normal(B, H, d, d))
+    x["state"] = jnp.asarray(0.3 * normal(B, H, d, V or d))
     return x
 
 

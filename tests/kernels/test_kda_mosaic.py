@@ -9,16 +9,17 @@ cancel, and its error is compared with that. They get 5 %.
 """
 
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kda_inputs import BOUND, cotangents, error, exact, projected, pulled
+from kda_inputs import BOUND, NAMES, cotangents, error, exact, projected, pulled
 
 from pallas_kernels.kda import _documents, gated_kda, kda
-from pallas_kernels.kda.mosaic import Plan, Raw, kda_mosaic, plan_for, vmem_bytes
+from pallas_kernels.kda.mosaic import Plan, kda_mosaic, plan_for, vmem_bytes
 
 ROUNDING = 1e-2
 WEAK = {"beta": 5e-2, "a_log": 5e-2}
@@ -31,12 +32,15 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 130)
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
-def gated(q, k, v, logit, beta, a_log, bias, state, segments, *, plans=ONE, interpret=True):
-    """`gated_kda(impl="pallas")`, interpreted."""
-    gates, raw = (jnp.exp(a_log), bias), Raw(BOUND, q.shape[-1] ** -0.5)
-    tokens = (q, k, v, logit, beta.astype(jnp.float32))
-    docs, real = _documents(segments), segments != 0
-    return kda_mosaic(*tokens, gates, state, docs, real, raw=raw, plans=plans, interpret=interpret)
+def through(door, *args, plans=ONE, interpret=True, **options):
+    """door(impl="pallas"), interpreted."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernels = partial(kda_mosaic, plans=plans, interpret=interpret)
+        patch.setattr(import_module("pallas_kernels.kda"), "kda_mosaic", kernels)
+        return door(*args, impl="pallas", **options)
+
+
+gated = partial(through, gated_kda, lower_bound=BOUND)
 
 
 interpreted = jax.jit(partial(pulled, gated))
@@ -86,6 +90,88 @@ def test_any_length_of_float32(T):
     """The same for 32-bit inputs, in the careful interpreter."""
     x = projected(256, seed=T, dtype=jnp.float32)
     compare(x, [1] * T + [0] * (256 - T), run=careful)
+
+
+def test_rows_of_unlike_lengths_and_pads_have_their_own_states():
+    """T03, T06: lengths 1, 1, 130, 1, 64 and 63, then pads on the left, and nothing but pads."""
+    spans = [(0, 1), (0, 1), (0, 130), (0, 1), (0, 64), (0, 63), (17, 130), (0, 0)]
+    segments = np.array([[a <= t < b for t in range(130)] for a, b in spans])
+    x = projected(130, B=len(spans))
+    got = compare(x, segments)
+    np.testing.assert_array_equal(got["after"][7], x["state"][7])
+
+
+FORWARD = jax.jit(gated)
+
+
+def piece(x, a, b, state):
+    tokens = (x[name][:, a:b] for name in TOKENS)
+    return FORWARD(*tokens, x["a_log"], x["bias"], state, jnp.ones((1, b - a), jnp.int32))
+
+
+def test_states_carried_over_pieces_and_more_values_than_keys():
+    """T04: K = 128, V = 256, 200 tokens at once, with all gradients, and as 64 + 64 + 72."""
+    x = projected(200, V=256, decay=-4.0)
+    whole, parts, state = compare(x, [1] * 200), [], x["state"]
+    for a, b in ((0, 64), (64, 128), (128, 200)):
+        part, state = piece(x, a, b, state)
+        parts.append(part)
+    assert error(jnp.concatenate(parts, 1), whole["o"]) < ROUNDING
+    assert error(state, whole["after"]) < ROUNDING
+
+
+def test_resuming_from_a_prefix_equals_a_fresh_run():
+    """T08: the states after 64, 128 and 130 tokens, and 20 other tokens after each."""
+    x, other = projected(150, decay=-4.0), projected(20, seed=5, decay=-4.0)
+    for n in (64, 128, 130):
+        fresh = {name: x[name] for name in x}
+        fresh |= {name: jnp.concatenate([x[name][:, :n], other[name]], 1) for name in TOKENS}
+        want = exact(fresh, cotangents(fresh), jnp.ones((1, n + 20), jnp.int32))
+        _, state = piece(x, 0, n, x["state"])
+        o, state = piece(fresh, n, n + 20, state)
+        assert error(o, want["o"][:, n:]) < ROUNDING
+        assert error(state, want["after"]) < ROUNDING
+
+
+def test_chunks_and_one_token_at_a_time_agree():
+    """T09: 256 tokens; the stated bound is 2 % of any token's output, in bfloat16."""
+    x = projected(256, decay=-4.0)
+    o, state = piece(x, 0, 256, x["state"])
+    segments = jnp.ones((1, 256), jnp.int32)
+    want, last = gated_kda(*x.values(), segments, lower_bound=BOUND, impl="reference")
+    for t in range(256):
+        assert error(o[:, t], want[:, t]) < 2e-2, t
+    assert error(state, last) < ROUNDING
+
+
+def test_beta_is_not_rounded_on_its_way():
+    """T05: the sigmoid of bfloat16 logits is taken in float32, so that wider ones change nothing;
+    a beta rounded to bfloat16 is seen."""
+    x = projected(64, decay=-12.0)
+    wide = x | {"beta": x["beta"].astype(jnp.float32)}
+    beta = jax.nn.sigmoid(x["beta"]).astype(jnp.float32)
+    coarse = x | {"beta": jnp.log(beta) - jnp.log1p(-beta)}
+    (_, got), (_, same), (_, other) = (piece(y, 0, 64, y["state"]) for y in (x, wide, coarse))
+    np.testing.assert_array_equal(got, same)
+    assert error(got, other) > 1e-5
+
+
+def test_a_gradient_keeps_one_state_per_128_tokens_beside_its_inputs():
+    """T30: 4,096 tokens; a state is bfloat16, and masks take 8 numbers a token."""
+    T, H, d = 4096, 2, 128
+    x = jax.eval_shape(lambda: projected(T, H=H))
+
+    def kept(*args):
+        return jax.vjp(lambda *a: gated(*a, jnp.ones((1, T), jnp.int32)), *args)[1]
+
+    def size(tree):
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+    beside = size(jax.eval_shape(kept, *[x[name] for name in NAMES])) - size(
+        [x[name] for name in TOKENS]
+    )
+    states = T // 128 * H * d * d * 2
+    assert states <= beside <= states + 16 * T * 4 + 4 * H * d * 4
 
 
 @both
@@ -160,8 +246,7 @@ def test_log_decays_and_normalised_keys_as_input():
     args = (q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), x["v"], g, beta.astype(jnp.float32))
 
     def kernel(*args):
-        docs, real = _documents(segments), segments != 0
-        return kda_mosaic(*args[:5], (), args[5], docs, real, plans=ONE, interpret=True)
+        return through(kda, *args, segments)
 
     def oracle(*args):
         return kda(*args, segments, impl="reference")
@@ -174,6 +259,22 @@ def test_log_decays_and_normalised_keys_as_input():
         out += [*made, *pull((cast[6], cast[7]))]
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < ROUNDING
+
+
+@pytest.mark.parametrize("T", [1, 2, 130, 5000])
+def test_documents_are_numbered_whatever_they_are_called(T):
+    """Against a loop: names of 32 bits, used twice, pads before, between and within documents."""
+    r = np.random.default_rng(T)
+    names = r.choice(np.array([-(2**31), -1, 1, 2**30 + 5, 2**31 - 1], np.int32), (3, T))
+    segments = np.where(r.random((3, T)) < 0.5, 0, np.repeat(names, 3, axis=1)[:, :T])
+    segments[0, : T // 2] = 0
+    want = np.zeros_like(segments)
+    for row, numbers in zip(segments, want, strict=True):
+        number, last = 0, 0
+        for t, name in enumerate(row):
+            number += bool(name and last and name != last)
+            numbers[t], last = number, name or last
+    np.testing.assert_array_equal(jax.jit(_documents)(segments), want)
 
 
 def test_widths_that_no_kernel_takes_are_refused():

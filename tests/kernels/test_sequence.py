@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kda_inputs import BOUND, error, exact, projected, pulled
+from kda_inputs import BOUND, cotangents, error, exact, projected, pulled
 
 from pallas_kernels import halo
 from pallas_kernels.conv import short_conv, short_conv_sharded
@@ -86,10 +86,8 @@ def rows_equal(got, want, tolerance, names):
 
 def delta_inputs(dtype=jnp.float32, decay=0.0):
     """K = 8 and V = 12, never equal (T04), two heads, and gradients to pull back."""
-    x, wide = projected(T, B=B, H=2, d=8, dtype=dtype, decay=decay), projected(T, 1, B, 2, 12)
-    x |= {"v": wide["v"].astype(dtype), "state": wide["state"][:, :, :8]}
-    draw = np.random.default_rng(2).standard_normal
-    return x, (jnp.asarray(draw(x["v"].shape), dtype), jnp.asarray(draw(x["state"].shape), "f4"))
+    x = projected(T, B=B, H=2, d=8, V=12, dtype=dtype, decay=decay)
+    return x, cotangents(x, seed=2)
 
 
 def delta(shards, impl="chunked"):

@@ -13,7 +13,6 @@ from pallas_kernels.experts.mxfp4 import activation, from_released
 from pallas_kernels.experts.mxfp8 import from_mxfp8, to_mxfp8
 
 IMPLS = ("auto", "pallas", *FORMS, "reference")
-PACKED_IMPLS = ("auto", "pallas", *FORMS, "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
 
 __all__ = [
@@ -105,7 +104,7 @@ def grouped_glu_mxfp4(
 
 
 def _packed_impl(door, x, activations, impl):
-    """One of PACKED_IMPLS that is not "auto"."""
+    """One of IMPLS that is not "auto"."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"{door}: activations={activations!r} is not one of {ACTIVATIONS}")
     if isinstance(x, tuple) != (activations == "mxfp8"):
@@ -114,8 +113,8 @@ def _packed_impl(door, x, activations, impl):
             f"{door}: activations={activations!r} with {given} for x; bfloat16 is an array, mxfp8 "
             "the pair (values, scales) of to_mxfp8"
         )
-    if impl not in PACKED_IMPLS:
-        raise ValueError(f"{door}: impl={impl!r} is not one of {PACKED_IMPLS}")
+    if impl not in IMPLS:
+        raise ValueError(f"{door}: impl={impl!r} is not one of {IMPLS}")
     if activations == "mxfp8":
         if impl in FORMS:
             raise ValueError(f"{door}: impl={impl!r} takes bfloat16 rows, not {activations}")

@@ -218,11 +218,12 @@ def plan_for(T, H, K, V, itemsize, backward, chip):
 
     The walks are found by trial, for the order of writing leads the compiler's scheduler: several
     heads hide each other's waits for a product, and many chunks the start and end of a step, until
-    what does not fit in registers goes to VMEM and back too often. Modelled in cycles per chunk and
-    head: v6e forward 491 (6 heads x 4 chunks) and backward 1177 (6 x 2); tpu7x forward 500 (12 x 4
-    in groups of 4) and backward 1293 (12 x 1); v5p forward 584 (6 x 8; folded 751) and backward
-    1724 (6 x 2; groups of 3 1903, of 2 1799; early roots in groups of 3 1834). Heads must divide H,
-    chunks add at most an eighth to the tokens, and all fit VMEM, so that fewer may be taken.
+    what does not fit in registers goes to VMEM and back too often. Those trials, in cycles per
+    chunk and head: v6e forward 491 (6 heads x 4 chunks) and backward 1177 (6 x 2); tpu7x forward
+    500 (12 x 4 in groups of 4) and backward 1293 (12 x 1); v5p forward 584 (6 x 8; folded 751) and
+    backward 1724 (6 x 2; groups of 3 1903, of 2 1799; early roots in groups of 3 1834). Heads must
+    divide H, chunks add at most an eighth to the tokens, and all fit VMEM, so that fewer may be
+    taken.
     """
     budget = min(chip.vmem_capacity_bytes, VMEM_LIMIT) * 2 // 3
     table = BACKWARD if backward else FORWARD

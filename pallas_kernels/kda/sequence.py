@@ -5,10 +5,11 @@ M S + S_zero. `gated_kda` itself gives the four at once, from values [v | 0] and
 its outputs are [o_zero | reach], and the state it ends in is the pair [S_zero | M]. Pairs are
 gathered and composed, which gives every shard the state before it.
 
-Twice the values cost less than a second run, for keys, gates and inverses are shared. Modelled for
-forward and backward kernels at T = 8192 and 12 heads, in us on a v6e and a v5p: 838 and 640 with
-K + V = 256 columns, 772 and 527 with V = 128 (a second run doubles that), and 1027 and 727 for the
-pair first, without a gradient, and then an ordinary run from the state that it gives.
+Twice the values cost less than a second run, for keys, gates and inverses are shared: 14 to 35 %
+more than an ordinary forward run, 14 to 24 % of forward and backward together. Modelled at T = 8192
+and 12 heads (`python -m benchmarks.kernels --sections kda`, "with transitions"), forward and
+backward, in us: v6e 829 (ordinary 729), tpu7x 742 (624), v5p 635 (512). The pair first, without a
+gradient, and then an ordinary run from the state that it gives would be 980, 843 and 689.
 """
 
 from functools import partial

@@ -101,19 +101,18 @@ def masks(segments_BT):
     history = jnp.broadcast_to(first_segment(segments_BT)[:, None], (B, 1, n))
     left = jnp.concatenate([history, ids[:, :-1, -n:]], 1)
     right = jnp.pad(ids[:, 1:, :n], ((0, 0), (0, 1), (0, 0)))
-    line, token = jnp.concatenate([left, ids, right], 2), jnp.arange(ids[0].size).reshape(-1, CHUNK)
+    line = jnp.concatenate([left, ids, right], 2)
+    token = jnp.arange(ids[0].size).reshape(-1, CHUNK)
     real, lags = ids != 0, range(1, TAPS)
     before = [(line[:, :, n - j : n - j + CHUNK] == ids) & real for j in lags]
     # What stands j behind sees a token if that is what it has j before. Behind the row: nothing.
     behind = [(line[:, :, n + j : n + j + CHUNK] == ids) & real | (token + j >= T) for j in lags]
     seen = jnp.stack([real, *before, *(x & (token < T) for x in behind)], 2)
     plain = [jnp.all(x, (2, 3)).astype(jnp.int32) for x in (seen[:, :, :TAPS], seen)]
-    place, word = jnp.arange(CHUNK)[:, None], jnp.arange(WORDS)
     # Even and odd tokens by products with ones and zeros: strided lanes are slow.
-    even, odd = (
-        jnp.einsum("bcmt,tw->bcmw", seen.astype(BF16), (place == 2 * word + p).astype(BF16))
-        for p in (0, 1)
-    )
+    place, word = jnp.arange(CHUNK)[:, None], jnp.arange(WORDS)
+    picks = [(place == 2 * word + parity).astype(BF16) for parity in (0, 1)]
+    even, odd = (jnp.einsum("BcmT,Tw->Bcmw", seen.astype(BF16), pick) for pick in picks)
     parts = slice(0, 1), slice(1, TAPS), slice(TAPS, 2 * TAPS - 1)
     rows = [x[:, :, part] for part in parts for x in (even, odd)]
     rows.append(jnp.zeros((B, ids.shape[1], MASKS - 2 * seen.shape[2], WORDS), BF16))

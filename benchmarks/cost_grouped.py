@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.tpucost import CHIPS, answer, ask, figures, line_through, row, target, tpu_cost
 from pallas_kernels.experts import mosaic
+from pallas_kernels.situ.fused import situ_glu
 
 BF16 = jnp.bfloat16
 SIZES = {"gate, up": (3584, 3072), "down": (3072, 3584)}
@@ -24,6 +25,8 @@ ROWS = 131072  # 8192 tokens and their 16 experts
 TRAINED = (("gate, up", 14), ("down", 14), ("gate, up", 112))  # experts
 PRODUCTS = ("forward", "dx", "dw")
 PROFILED = (2, 4)  # visits
+BETAS = (4.0, 25.0)
+TRANSCENDENTALS = 3  # tanh, tanh, and a sigmoid as another
 
 
 def rows(chips):
@@ -32,6 +35,8 @@ def rows(chips):
         for matrix, experts in TRAINED:
             labels = {"chip": chip, "matrix": matrix, "experts": experts}
             yield row(labels, functools.partial(training, chip, experts, *SIZES[matrix]))
+        labels = {"chip": chip, "matrix": "gate, up and SiTU-GLU", "experts": 14}
+        yield row(labels, functools.partial(glu, chip, 14, *SIZES["gate, up"]))
 
 
 def training(chip, experts, L, F):
@@ -51,13 +56,26 @@ def training(chip, experts, L, F):
     return found | ask("benchmarks.cost_grouped", profile=False, **question)
 
 
+def glu(chip, experts, L, F):
+    """Microseconds of both products and the activation forward: in one call, and in three.
+
+    On a tpu7x the profiler cannot walk the activation between the products: there the two are only
+    added, and the activation is the whole of its transcendentals, as if none hid.
+    """
+    us = times(chip, ROWS, experts, L, F, ["forward", "glu"])
+    if chip == "tpu7x":
+        us["glu"] += ROWS * F * TRANSCENDENTALS / 1024 / CHIPS[chip].clock * 1e6
+    three = 2 * us["forward"] + 6 * ROWS * F / CHIPS[chip].bandwidth * 1e6
+    return {"one_us": us["glu"], "three_us": three, "one_over_three": us["glu"] / three}
+
+
 def times(chip, N, experts, L, F, products):
     """Microseconds of each product of N rows in groups that end anywhere."""
     question = {"chip": chip, "N": N, "experts": experts, "L": L, "F": F, "products": products}
     asked, found = ask("benchmarks.cost_grouped", profile=True, what="visits", **question), {}
     for name, of in asked.items():
         visits = -(-N // of["block_rows"]) + experts - 1
-        moved = 2 * N * of["columns_moved"] + 2 * experts * L * F
+        moved = 2 * N * of["columns_moved"] + 2 * experts * L * F * of["matrices"]
         found[name] = figures(chip, cycles_of(of["cycles"], visits, experts), moved)["us"]
     return found
 
@@ -84,6 +102,7 @@ def visit_cycles(chip, N, experts, L, F, products):
         limits = mosaic.limits_of(pltpu.get_tpu_info())
     rows = mosaic.choose_rows(N, experts, limits)
     to_F, to_L = (mosaic.choose_columns(rows, *kn, 2, 2, limits) for kn in ((L, F), (F, L)))
+    to_3F = mosaic.choose_columns(rows, L, F, 2, 2, limits, matrices=2, outs=3)
     inputs, columns = mosaic.choose_tile(rows, L, F, 2, limits)
     of = {
         "forward": (functools.partial(fixed_times, mosaic.TIMES, to_F), L * (F // to_F) + F),
@@ -92,11 +111,13 @@ def visit_cycles(chip, N, experts, L, F, products):
             functools.partial(fixed_outer, inputs, columns),
             L * (F // columns) + F * (L // inputs),
         ),
+        "glu": (functools.partial(fixed_glu, chip, to_3F), L * (F // to_3F) + 3 * F),
     }
     found = {}
     for name in products:
         make, moved = of[name]
         found[name] = {"block_rows": rows, "columns_moved": moved}
+        found[name]["matrices"] = 2 if name == "glu" else 1
         found[name]["cycles"] = {
             visit: [tpu_cost(*make(rows, L, F, n, is_new), chip)["cycles"] for n in PROFILED]
             for visit, is_new in (("new", True), ("same", False))
@@ -119,26 +140,43 @@ def full(chip, experts, L, F):
 
 def fixed_times(contract, columns, rows, L, F, visits, is_new):
     """x w, or dy w^T, on full blocks; each visit with its own expert, or all with one."""
+    return _fixed(lambda y: [y], 1, 1, contract, columns, rows, L, F, visits, is_new)
+
+
+def fixed_glu(chip, columns, rows, L, F, visits, is_new):
+    """y, gate and up on full blocks."""
+
+    def finish(gate, up):
+        gate, up = (product.astype(BF16) for product in (gate, up))
+        y = gate + up if chip == "tpu7x" else situ_glu(gate, up, *BETAS)
+        return [y, gate, up]
+
+    return _fixed(finish, 2, 3, mosaic.TIMES, columns, rows, L, F, visits, is_new)
+
+
+def _fixed(finish, matrices, outs, contract, columns, rows, L, F, visits, is_new):
     K, M = (L, F) if contract == mosaic.TIMES else (F, L)
-    kernel = functools.partial(mosaic._times_kernel, rows=rows, contract=contract)
+    kernel = functools.partial(
+        mosaic._times_kernel, rows=rows, contract=contract, finish=finish, n=matrices
+    )
     if contract == mosaic.TIMES:
         of_expert = pl.BlockSpec((None, K, columns), lambda m, v: (expert(v, is_new), 0, m))
     else:
         of_expert = pl.BlockSpec((None, columns, K), lambda m, v: (expert(v, is_new), m, 0))
     shape = jax.ShapeDtypeStruct
+    vmem = mosaic.times_bytes(rows, K, columns, 2, 2, matrices, outs)
     call = pl.pallas_call(
         lambda *refs: kernel(*map(Table, full_visits(rows, is_new)), *refs),
         grid=(M // columns, visits),
-        in_specs=[pl.BlockSpec((rows, K), lambda m, v: (v, 0)), of_expert],
-        out_specs=pl.BlockSpec((rows, columns), lambda m, v: (v, m)),
-        out_shape=shape((visits * rows, M), BF16),
+        in_specs=[pl.BlockSpec((rows, K), lambda m, v: (v, 0)), *[of_expert] * matrices],
+        out_specs=[pl.BlockSpec((rows, columns), lambda m, v: (v, m))] * outs,
+        out_shape=[shape((visits * rows, M), BF16)] * outs,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=mosaic.times_bytes(rows, K, columns, 2, 2) * 4 // 3,
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem * 4 // 3
         ),
     )
     weights = shape((visits if is_new else 1, L, F), BF16)
-    return call, (shape((visits * rows, K), BF16), weights)
+    return call, (shape((visits * rows, K), BF16), *[weights] * matrices)
 
 
 def fixed_outer(inputs, columns, rows, L, F, visits, is_new):

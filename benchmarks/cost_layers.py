@@ -34,6 +34,7 @@ from pallas_kernels.conv import short_conv
 from pallas_kernels.kda import _documents
 from pallas_kernels.kda.mosaic import mask_rows
 from pallas_kernels.mla import absorbed_attention
+from pallas_kernels.situ import situ_glu
 from pallas_kernels.top_k import top_k as choose
 from sharding import make_mesh
 
@@ -85,6 +86,9 @@ def measured(labels):
 def cost(chip, case, direction):
     """In a process of its own."""
     k3_jax.layers.experts.grouped_matmul = lambda *args, **_: no_product(*args)
+    k3_jax.layers.experts.grouped_glu = lambda x, gate, up, sizes, **betas: situ_glu(
+        no_product(x, gate, sizes), no_product(x, up, sizes), **betas
+    )
     name, *options = case.split()
     c = PARTS[name](direction != "forward", *(int(x) if x.isdigit() else x for x in options))
     if c.module is None:

@@ -10,6 +10,7 @@ from k3_jax.axes import Adapted, is_held, weight, zeros
 from k3_jax.quant.training import as_mxfp4, with_whole_groups
 from pallas_kernels.experts import (
     activation,
+    grouped_glu,
     grouped_glu_mxfp4,
     grouped_matmul,
     grouped_matmul_mxfp4,
@@ -110,10 +111,12 @@ def glu(x_nL, gate: Matrix, up: Matrix, sizes_E, **betas):
     """SiTU-GLU of both products.
 
     Packed ones are not rounded before it, with adapters or without: new adapters, which give 0,
-    change no bit. On a TPU one kernel makes all of it where none adds to its sums.
+    change no bit. On a TPU one kernel makes all of it where no adapter adds to its sums.
     """
     if not gate.is_packed:
-        return situ_glu(*(m.times(x_nL, sizes_E) for m in (gate, up)), **betas)
+        if gate.pair or up.pair:
+            return situ_glu(*(m.times(x_nL, sizes_E) for m in (gate, up)), **betas)
+        return grouped_glu(x_nL, *gate.weight, *up.weight, sizes_E, **betas)
     if gate.pair or up.pair:
         sums = (m.times(x_nL, sizes_E, F32) for m in (gate, up))
         return activation(*sums, **betas).astype(x_nL.dtype)

@@ -11,6 +11,7 @@ from pallas_kernels.experts import frozen, mosaic, mxfp4, mxfp4_reference, refer
 from pallas_kernels.experts.frozen import FORMS
 from pallas_kernels.experts.mxfp4 import activation, from_released
 from pallas_kernels.experts.mxfp8 import from_mxfp8, to_mxfp8
+from pallas_kernels.situ import situ_glu
 
 IMPLS = ("auto", "pallas", *FORMS, "reference")
 ACTIVATIONS = ("bfloat16", "mxfp8")
@@ -19,6 +20,7 @@ __all__ = [
     "activation",
     "from_mxfp8",
     "from_released",
+    "grouped_glu",
     "grouped_glu_mxfp4",
     "grouped_matmul",
     "grouped_matmul_mxfp4",
@@ -41,16 +43,41 @@ def grouped_matmul(x_NL, w_ELF, sizes_E, *, impl="auto", preferred_element_type=
     Raises ValueError for shapes, dtypes or an impl that do not fit.
     """
     _check(x_NL, w_ELF, sizes_E)
-    if impl not in IMPLS:
-        raise ValueError(f"grouped_matmul: impl={impl!r} is not one of {IMPLS}")
-    if impl == "auto":
-        impl = automatic("grouped matmul", "blocks", gpu="batched")
+    impl = _plain_impl(impl)
     dtype = x_NL.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     if impl == "reference":
         return reference.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
     if impl in FORMS:
         return _grouped(FORMS[impl], x_NL, w_ELF, sizes_E).astype(dtype)
     return mosaic.grouped_matmul(x_NL, w_ELF, sizes_E, dtype)
+
+
+def grouped_glu(x_NL, gate_ELF, up_ELF, sizes_E, *, beta, linear_beta, impl="auto"):
+    """`situ_glu` of x's `grouped_matmul` with gate and with up, products in x's dtype.
+
+    impl as there; "pallas" makes all of it in one kernel forward (`mosaic.grouped_glu`).
+    """
+    for w_ELF in (gate_ELF, up_ELF):
+        _check(x_NL, w_ELF, sizes_E)
+    impl, betas = _plain_impl(impl), _betas("grouped_glu", beta, linear_beta)
+    if impl == "pallas":
+        return mosaic.grouped_glu(x_NL, gate_ELF, up_ELF, sizes_E, *betas)
+    products = (grouped_matmul(x_NL, w_ELF, sizes_E, impl=impl) for w_ELF in (gate_ELF, up_ELF))
+    return situ_glu(*products, *betas)
+
+
+def _betas(door, beta, linear_beta):
+    for name, value in (("beta", beta), ("linear_beta", linear_beta)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{door}: {name} must be positive and finite; got {value}")
+    return float(beta), float(linear_beta)
+
+
+def _plain_impl(impl):
+    """One of IMPLS that is not "auto"."""
+    if impl not in IMPLS:
+        raise ValueError(f"grouped_matmul: impl={impl!r} is not one of {IMPLS}")
+    return automatic("grouped matmul", "blocks", gpu="batched") if impl == "auto" else impl
 
 
 def grouped_matmul_mxfp4(
@@ -90,10 +117,7 @@ def grouped_glu_mxfp4(
     All else is as in `grouped_matmul_mxfp4`.
     """
     impl = _packed_impl("grouped_glu_mxfp4", x_NL, activations, impl)
-    for name, value in (("beta", beta), ("linear_beta", linear_beta)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"grouped_glu_mxfp4: {name} must be positive and finite; got {value}")
-    beta, linear_beta = float(beta), float(linear_beta)
+    beta, linear_beta = _betas("grouped_glu_mxfp4", beta, linear_beta)
     mxfp4.check_glu(x_NL, gate, up, sizes_E)
     if activations == "bfloat16":
         return frozen.glu((impl, beta, linear_beta), x_NL, gate, up, sizes_E, first)

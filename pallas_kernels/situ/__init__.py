@@ -26,7 +26,8 @@ def situ_glu(
     impl: "reference" is the definition and its autodiff, "fused" the short forms of both; "auto"
     is "fused". Their difference: `fused` on bfloat16 gates, 1e-5 in y at most before rounding.
 
-    There is no Pallas kernel because it would not pay. Modelled on v5p, v6e and tpu7x at K3's
+    There is no Pallas kernel for it alone because it would not pay; those of experts' products make
+    it themselves (`pallas_kernels.experts`). Modelled on v5p, v6e and tpu7x at K3's
     three widths, both directions, "fused" is at most 1.05 of the HBM floor, a kernel of the same
     arithmetic 1.09 ("reference": 1.5); the kernel led in one case of 18, by 1.5 %. Between matmuls
     XLA computes "fused" inside them, which a kernel forbids: a small FFN with its gradients takes

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxfp4_inputs import INTERPRET
 
-from pallas_kernels.experts import batched, blocks, grouped_matmul, mosaic, mxfp4
+from pallas_kernels.experts import batched, blocks, grouped_glu, grouped_matmul, mosaic, mxfp4
+from pallas_kernels.situ import situ_glu
 
 SIZES = {
     "even": [16, 16, 16, 16],
@@ -27,6 +28,7 @@ TIGHT = dict(rtol=1e-5, atol=1e-5)
 FORMS = ["blocks", "batched", "pallas"]
 # Of [256, 256] float32 weights a visit sees 128 columns, and their gradient's tiles are 128 x 128.
 LIMITS = mosaic.Limits(rows=64, vmem=600_000)
+GLU_LIMITS = mosaic.Limits(rows=64, vmem=1_000_000)
 
 
 def operands(sizes, N=64, L=24, F=20, dtype=jnp.float32, seed=0):
@@ -93,6 +95,48 @@ def test_tpu_kernels_equal_the_loop_over_experts(sizes):
     for result in got[:2]:
         assert not result[sum(sizes) :].any()
     assert not got[2][np.array(sizes) == 0].any()
+
+
+@cache
+def compiled_glu(form):
+    """y of SiTU-GLU and all gradients; "kernel" makes both products and y in one."""
+    betas, options = (4.0, 25.0), dict(limits=GLU_LIMITS, interpret=INTERPRET)
+
+    def glu(x, gate, up, sizes):
+        if form == "kernel":
+            return mosaic.grouped_glu(x, gate, up, sizes, *betas, **options)
+        if form == "reference":
+            return grouped_glu(
+                x, gate, up, sizes, beta=betas[0], linear_beta=betas[1], impl="reference"
+            )
+        products = (mosaic.grouped_matmul(x, w, sizes, x.dtype, **options) for w in (gate, up))
+        return situ_glu(*products, *betas)
+
+    def everything(x, gate, up, sizes, dy):
+        y, pull = jax.vjp(lambda *w: glu(*w, sizes), x, gate, up)
+        return y, *pull(dy.astype(y.dtype))
+
+    return jax.jit(everything)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_the_activation_in_the_products_kernel_changes_no_bit(sizes, dtype):
+    """y and the gradients of x, gate and up, of two column blocks and a part of a block of rows."""
+    x, gate, sizes, dy = operands(sizes, N=75, L=256, F=256, dtype=dtype)
+    up = operands(sizes, L=256, F=256, dtype=dtype, seed=1)[1]
+    args = x, gate / 16, up, sizes, dy
+    assert mosaic.choose_columns(32, 256, 256, 4, 4, GLU_LIMITS, matrices=2, outs=3) == 128
+    for a, b in zip(compiled_glu("kernel")(*args), compiled_glu("apart")(*args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_activation_in_the_products_kernel_equals_the_definition():
+    x, gate, sizes, dy = operands(SIZES["skewed"], N=75, L=256, F=256)
+    args = x, gate / 16, operands(SIZES["skewed"], L=256, F=256, seed=1)[1], sizes, dy
+    got, want = (compiled_glu(form)(*args) for form in ("kernel", "reference"))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("N, E", [(1, 1), (1, 5), (63, 3), (65, 7), (1000, 16), (30, 40)])
@@ -270,6 +314,23 @@ def test_on_a_tpu_training_is_three_kernels_and_no_pass_over_their_results(monke
     assert {q.outvars[0].aval.dtype.name for q in large} == {"bfloat16"}
 
 
+def test_on_a_tpu_an_activation_is_made_with_its_products(monkeypatch):
+    """Full size, traced only: one kernel forward, two for each of x, gate and up backward."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: CHIPS["v6e"])
+    N, E, L, F = 131072, 14, 3584, 3072
+    x, w, dy = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((N, L), (E, L, F), (N, F)))
+
+    def step(x, gate, up, sizes, dy):
+        glu = partial(grouped_glu, beta=4.0, linear_beta=25.0)
+        y, pull = jax.vjp(lambda *w: glu(*w, sizes), x, gate, up)
+        return y, pull(dy)
+
+    jaxpr = jax.make_jaxpr(step)(x, w, w, jax.ShapeDtypeStruct((E,), jnp.int32), dy).jaxpr
+    kernels = [q for q in equations(jaxpr) if q.primitive.name == "pallas_call"]
+    assert [len(q.outvars) for q in kernels] == [3, 1, 1, 1, 1]
+
+
 def equations(jaxpr):
     """Those of a program and of what it calls, but for the insides of kernels."""
     for q in jaxpr.eqns:
@@ -297,6 +358,8 @@ def test_misfit_arguments_are_refused_with_their_numbers():
     x, w, sizes, _ = operands(SIZES["even"])
     with pytest.raises(ValueError, match="impl='dense' is not one of"):
         grouped_matmul(x, w, sizes, impl="dense")
+    with pytest.raises(ValueError, match="grouped_glu: beta must be positive and finite; got 0"):
+        grouped_glu(x, w, w, sizes, beta=0, linear_beta=25.0)
     with pytest.raises(ValueError, match=r"must agree; got x \(64, 23\)"):
         grouped_matmul(x[:, 1:], w, sizes)
     with pytest.raises(ValueError, match="sizes must be int32; got float32"):

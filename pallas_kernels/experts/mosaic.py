@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common import vary, varying
-from pallas_kernels.experts.mxfp4 import visits
+from pallas_kernels.experts.mxfp4 import is_mine, store, visits
 from pallas_kernels.situ import fused
 
 LANES = 128
@@ -321,20 +321,7 @@ def _times_kernel(
     @pl.when(low < high)
     def _():
         made = finish(*(_dot(x_ref[...], w_ref[...], contract) for w_ref in w_refs))
-        made = list(zip(made, y_refs, strict=True))
-
-        @pl.when(high - low == rows)
-        def _():
-            for y, y_ref in made:
-                y_ref[...] = y.astype(y_ref.dtype)
-
-        @pl.when(high - low < rows)
-        def _():
-            # Rows of other groups, of x's end and of no group: 0 until their own visit.
-            is_mine = _is_mine(block_V[v] * rows, low, high, y_refs[0].shape)
-            for y, y_ref in made:
-                others = jnp.where(is_new_block, 0.0, y_ref[...].astype(jnp.float32))
-                y_ref[...] = jnp.where(is_mine, y, others).astype(y_ref.dtype)
+        store(made, y_refs, block_V[v] * rows, low, high, is_new_block)
 
     @pl.when((low >= high) & is_new_block)
     def _():
@@ -358,7 +345,7 @@ def _outer_kernel(expert_V, block_V, low_V, high_V, x_ref, dy_ref, dw_ref, sum_r
     def _():
         # Both sides: 0 * NaN of a foreign row, or of what lies beyond the last, would be NaN.
         x, dy = (
-            jnp.where(_is_mine(block_V[v] * rows, low, high, ref.shape), ref[...], 0)
+            jnp.where(is_mine(block_V[v] * rows, low, high, ref.shape), ref[...], 0)
             for ref in (x_ref, dy_ref)
         )
         sum_ref[...] += _dot(x, dy, OUTER)
@@ -366,11 +353,6 @@ def _outer_kernel(expert_V, block_V, low_V, high_V, x_ref, dy_ref, dw_ref, sum_r
     @pl.when((v == last) | (expert != expert_V[jnp.minimum(v + 1, last)]))
     def _():
         dw_ref[...] = sum_ref[...].astype(dw_ref.dtype)
-
-
-def _is_mine(first, low, high, shape):
-    row = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (row >= low) & (row < high)
 
 
 def _dot(a, b, contract):

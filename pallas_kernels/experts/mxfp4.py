@@ -170,6 +170,29 @@ def visits(sizes_E, N, rows, empty_too=False):
     return expert, block, jnp.maximum(start, block * rows), jnp.minimum(end, (block + 1) * rows)
 
 
+def store(ys, y_refs, first, low, high, is_new_block):
+    """Put rows low to high of results whose block begins at row `first`, each in its array."""
+    rows = y_refs[0].shape[0]
+
+    @pl.when(high - low == rows)
+    def _():
+        for y, y_ref in zip(ys, y_refs, strict=True):
+            y_ref[...] = y.astype(y_ref.dtype)
+
+    @pl.when(high - low < rows)
+    def _():
+        # Rows of other groups, of x's end and of no group: 0 until their own visit.
+        mine = is_mine(first, low, high, y_refs[0].shape)
+        for y, y_ref in zip(ys, y_refs, strict=True):
+            others = jnp.where(is_new_block, 0.0, y_ref[...].astype(jnp.float32))
+            y_ref[...] = jnp.where(mine, y, others).astype(y_ref.dtype)
+
+
+def is_mine(first, low, high, shape):
+    row = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= low) & (row < high)
+
+
 def grouped_matmul_mxfp4(
     x_NL, packed_ELF, scales_ELF, sizes_E, *, first=0, out_dtype=None, blocks=None, interpret=False
 ):
@@ -317,17 +340,7 @@ def _kernel(
 
     def put(sums):
         y = finish(*sums) if finish else sums[0]
-
-        @pl.when(high - low == blocks.rows)
-        def _():
-            y_ref[...] = y.astype(y_ref.dtype)
-
-        @pl.when(high - low < blocks.rows)
-        def _():
-            row = block_V[v] * blocks.rows + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
-            # Rows of other groups, of x's end and of no group: 0 until their own visit.
-            others = jnp.where(is_new_block, 0.0, y_ref[...].astype(jnp.float32))
-            y_ref[...] = jnp.where((row >= low) & (row < high), y, others).astype(y_ref.dtype)
+        store([y], [y_ref], block_V[v] * blocks.rows, low, high, is_new_block)
 
     @pl.when(has_rows & is_new_expert)
     def _():
